@@ -1,0 +1,138 @@
+"""Attention of the transformer blocks: diffusers' dense processor, or Sol-Attn2 in its place."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MiniMaxH3Attention,
+    MiniMaxH3AttnProcessor,
+    MiniMaxH3Transformer3DModel,
+    _apply_rotary_emb,
+)
+
+from solgen.errors import InputError
+from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.presets.schema import Attention
+
+
+@dataclass
+class AttentionRun:
+    """What the attention processors of one request share.
+
+    Attributes:
+        settings: The preset's attention table.
+        config: Operator settings made from it; replaced once when a density is solved for.
+        video_rows: Rows that may be sparse, [N] bool, on the device.
+        step: Denoiser call in progress, from 0.
+        densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
+            tensors that stay on the device until `density_table`.
+        histogram: Counts of log shares while a density is being solved for, else None.
+    """
+
+    settings: Attention
+    config: SolAttn2Config
+    video_rows: torch.Tensor
+    step: int = 0
+    densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    histogram: torch.Tensor | None = None
+
+    @classmethod
+    def start(cls, settings: Attention, video_rows: torch.Tensor) -> "AttentionRun":
+        """Begin a request. `video_rows` is [N] bool in the order of the packed sequence."""
+        config = SolAttn2Config(
+            epsilon=settings.epsilon,
+            top_k=settings.top_k,
+            tail=settings.tail,
+            offset=settings.offset,
+            smooth_key=settings.smooth_key,
+            smooth_value=settings.smooth_value,
+            sink=settings.sink,
+        )
+        return cls(settings, config, video_rows)
+
+    @property
+    def impl(self) -> str | None:
+        """Implementation asked for, None to take the fastest."""
+        return None if self.settings.impl == "auto" else self.settings.impl
+
+    def begin_step(self, step: int) -> None:
+        """Mark the start of denoiser call `step`."""
+        self.step = step
+        del self.densities[step:]
+        self.densities.append({})
+
+    def density_table(self) -> list[dict[str, float]]:
+        """Measured density of every (step, block) that was sparse; the one device sync of the record."""
+        return [{str(block): float(value) for block, value in row.items()} for row in self.densities]
+
+
+class SolAttn2Processor:
+    """Sol-Attn2 behind diffusers' attention-processor interface, for one transformer block.
+
+    The projections, norms and rotary angles are those of `MiniMaxH3AttnProcessor`.
+    """
+
+    _attention_backend = None
+    _parallel_config = None
+
+    def __init__(self, block: int, run: AttentionRun) -> None:
+        self.block = block
+        self.run = run
+        self.dense = MiniMaxH3AttnProcessor()
+
+    def __call__(
+        self,
+        attn: MiniMaxH3Attention,
+        hidden_states: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend over the packed sequence; `hidden_states` is [B, N, hidden]."""
+        run = self.run
+        if run.step < run.settings.dense_steps and run.histogram is None:
+            return self.dense(attn, hidden_states, rotary_emb, attention_mask)
+        query, key, value = (
+            projection(hidden_states).unflatten(-1, (attn.heads, -1))
+            for projection in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if rotary_emb is not None:
+            query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if run.histogram is not None:
+            run.histogram += share_histogram(query, key, video_rows=run.video_rows)
+        output, details = sol_attn2(
+            query, key, value, config=run.config, video_rows=run.video_rows, impl=run.impl, details=True
+        )
+        run.densities[run.step][self.block] = details.density
+        output = output.transpose(1, 2).flatten(2, 3)
+        return attn.to_out[1](attn.to_out[0](output))
+
+
+def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRun) -> None:
+    """Give every transformer block the attention that the request asks for.
+
+    Blocks outside Sol-Attn2 keep diffusers' own processor, so a dense run is the stock model.
+
+    Raises:
+        InputError: if `dense_blocks` names a block that the model lacks.
+    """
+    count = len(transformer.transformer_blocks)
+    beyond = [part for part in run.settings.dense_blocks.split(",") if part and int(part.split("-")[-1]) >= count]
+    if beyond and run.settings.backend != "dense":
+        raise InputError(
+            f"attention.dense_blocks lists {beyond[0]}, the model has blocks 0-{count - 1}; "
+            "set attention.dense_blocks to blocks that exist"
+        )
+    for index, block in enumerate(transformer.transformer_blocks):
+        sparse = run.settings.backend == "sol-attn2" and not run.settings.is_dense_block(index)
+        block.attn.set_processor(SolAttn2Processor(index, run) if sparse else MiniMaxH3AttnProcessor())
+
+
+def solve_density(run: AttentionRun, density: float) -> None:
+    """Replace epsilon by the threshold that keeps `density` of the pairs seen by the calibration call."""
+    if run.histogram is None:
+        raise AssertionError("no calibration call was made")
+    run.config = dataclasses.replace(run.config, epsilon=float(solve_epsilon(run.histogram, density)), top_k=None)
+    run.histogram = None

@@ -1,0 +1,113 @@
+"""From latents to frames and sound, and the file that keeps latents when that fails."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from solgen.engine.pipeline import H3Pipeline
+from solgen.errors import InputError
+
+FRAMES_PER_CHUNK = 16
+"""Frames turned into bytes at a time: bounds the float copy of a 1080p clip to 0.4 GB."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """What the denoiser leaves.
+
+    Attributes:
+        video: [1, 24, latent frames, height / 16, width / 16] float32.
+        audio: [2, 32, audio latents] float32, one row a stereo channel.
+    """
+
+    video: torch.Tensor
+    audio: torch.Tensor
+
+    def save(self, path: Path, metadata: dict[str, Any]) -> None:
+        """Write a safetensors file under a temporary name and rename it; `metadata` goes into its header."""
+        from safetensors.torch import save_file
+
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        tensors = {"video": self.video.cpu().contiguous(), "audio": self.audio.cpu().contiguous()}
+        try:
+            save_file(tensors, temporary, metadata={"solgen": json.dumps(metadata)})
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: Path) -> "tuple[Latents, dict[str, Any]]":
+        """Read what `save` wrote.
+
+        Raises:
+            InputError: if the file is not one of those.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = json.loads((file.metadata() or {})["solgen"])
+                return cls(file.get_tensor("video"), file.get_tensor("audio")), metadata
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise InputError(f"{path} is not a latents file of solgen: {error}") from error
+
+
+@torch.no_grad()
+def decode_video(pipeline: H3Pipeline, latents: torch.Tensor) -> torch.Tensor:
+    """Decode the picture as diffusers' `MiniMaxH3VideoDecodeStep` does, without its float copy of the clip.
+
+    Args:
+        pipeline: Holds the video VAE, which decodes in its own 256-pixel tiles.
+        latents: [1, 24, t, h, w] float32.
+
+    Returns:
+        ImageNet-normalised RGB [3, F, height, width] in the VAE's dtype, for `frame_chunks`.
+    """
+    vae = pipeline.vae
+    return vae.decode(_denormalised(vae, latents.to(vae.device)), return_dict=False)[0][0]
+
+
+def frame_chunks(pipeline: H3Pipeline, video: torch.Tensor) -> Iterator[np.ndarray]:
+    """Turn decoded pixels into bytes, a few frames at a time.
+
+    Args:
+        pipeline: Knows the pixel statistics.
+        video: [3, F, height, width] from `decode_video`.
+
+    Yields:
+        uint8 frames [f, height, width, 3].
+    """
+    mean = torch.tensor(pipeline.pixel_mean, device=video.device).view(-1, 1, 1, 1)
+    std = torch.tensor(pipeline.pixel_std, device=video.device).view(-1, 1, 1, 1)
+    for chunk in video.split(FRAMES_PER_CHUNK, dim=1):
+        pixels = (chunk.float() * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
+        yield pixels.permute(1, 2, 3, 0).cpu().numpy()
+
+
+@torch.no_grad()
+def decode_audio(pipeline: H3Pipeline, latents: torch.Tensor) -> np.ndarray:
+    """Decode the sound.
+
+    Args:
+        pipeline: Holds the audio VAE, which is mono: the stereo channels are its batch.
+        latents: [2, 32, t] float32.
+
+    Returns:
+        float32 samples [2, S] at the pipeline's `audio_sampling_rate`.
+    """
+    vae = pipeline.audio_vae
+    audio = vae.decode(_denormalised(vae, latents.to(vae.device)), return_dict=False)[0]
+    return audio.float()[:, 0].cpu().numpy()
+
+
+def _denormalised(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    shape = (1, -1, *(1 for _ in latents.shape[2:]))
+    std = torch.tensor(vae.config.latents_std, device=latents.device).view(shape)
+    mean = torch.tensor(vae.config.latents_mean, device=latents.device).view(shape)
+    return latents * std + mean

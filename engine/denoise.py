@@ -1,0 +1,110 @@
+"""The denoising loop: one transformer call per noise level, checked for non-finite values at every step."""
+
+from collections.abc import Callable
+
+import torch
+from diffusers.modular_pipelines.modular_pipeline import (
+    BlockState,
+    LoopSequentialPipelineBlocks,
+    PipelineState,
+)
+
+from solgen.engine.attention import AttentionRun, solve_density
+from solgen.engine.pipeline import H3Pipeline
+from solgen.errors import SolgenError
+
+StepHook = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called after every step with its number from 1 and the video and audio rows, which it may write to."""
+
+
+class NonFiniteError(SolgenError):
+    """The latents hold NaN or infinity."""
+
+
+def denoise(
+    pipeline: H3Pipeline,
+    loop: LoopSequentialPipelineBlocks,
+    state: PipelineState,
+    transformer: torch.nn.Module,
+    run: AttentionRun,
+    on_step: StepHook,
+) -> None:
+    """Run every denoiser call of a request and store the final rows in `state`.
+
+    Args:
+        pipeline: Loaded components.
+        loop: diffusers' denoising loop of the task: one forward, one scheduler step.
+        state: Holds the layout, the noise and the noise levels.
+        transformer: The one that `loop` calls.
+        run: Shared by the attention processors.
+        on_step: Progress, and the seam for tests.
+
+    Raises:
+        NonFiniteError: naming the step and the first transformer block with a non-finite output.
+    """
+    block_state = loop.get_block_state(state)
+    timesteps = block_state.timesteps
+    density = run.settings.density
+    with torch.no_grad():
+        if density is not None and run.settings.backend == "sol-attn2":
+            _calibrate(pipeline, loop, block_state, run, density)
+        for index, timestep in enumerate(timesteps):
+            run.begin_step(index)
+            before = block_state.latents.clone(), block_state.audio_latents.clone()
+            pipeline, block_state = loop.loop_step(pipeline, block_state, i=index, t=timestep)
+            on_step(index + 1, block_state.latents, block_state.audio_latents)
+            if not _finite(block_state.latents, block_state.audio_latents):
+                block_state.latents, block_state.audio_latents = before
+                block = _first_bad_block(pipeline, loop, block_state, transformer, index)
+                where = "" if block is None else f" (block {block})"
+                raise NonFiniteError(
+                    f"non-finite values at step {index + 1} of {len(timesteps)}{where}; no video was written. "
+                    "Try --attention dense"
+                )
+    loop.set_block_state(state, block_state)
+
+
+def _calibrate(
+    pipeline: H3Pipeline,
+    loop: LoopSequentialPipelineBlocks,
+    block_state: BlockState,
+    run: AttentionRun,
+    density: float,
+) -> None:
+    """Forward the first call once, only to see the log shares of its sparse blocks."""
+    from solgen.kernels.sol_attn2.density import empty_histogram
+
+    run.begin_step(0)
+    run.histogram = empty_histogram(run.video_rows.device)
+    forward = loop.sub_blocks["denoiser"]
+    forward(pipeline, block_state, i=0, t=block_state.timesteps[0])
+    solve_density(run, density)
+
+
+def _first_bad_block(
+    pipeline: H3Pipeline,
+    loop: LoopSequentialPipelineBlocks,
+    block_state: BlockState,
+    transformer: torch.nn.Module,
+    index: int,
+) -> int | None:
+    """Repeat a failed call with a check behind every block; None if the transformer is not to blame."""
+    found: list[int] = []
+    handles = [
+        block.register_forward_hook(
+            lambda _module, _args, output, number=number: found if _finite(output) else found.append(number)
+        )
+        for number, block in enumerate(transformer.transformer_blocks)
+    ]
+    try:
+        loop.sub_blocks["denoiser"](pipeline, block_state, i=index, t=block_state.timesteps[index])
+    except ValueError:
+        pass  # a strict attention refuses non-finite input; the blocks before it have been seen
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _finite(*tensors: torch.Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

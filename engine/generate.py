@@ -1,0 +1,320 @@
+"""The life of a request: check, load, encode, denoise, decode, write. One function serves every command."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.batch import Job
+from solgen.engine.decode import Latents, decode_audio, decode_video, frame_chunks
+from solgen.engine.denoise import StepHook, denoise
+from solgen.engine.loader import Repository, load_decoders, load_pipeline, open_repository
+from solgen.engine.machine import device_name, model_dtype, pick_device, versions
+from solgen.engine.media.ffmpeg import check_ffmpeg
+from solgen.engine.media.probe import probe_media
+from solgen.engine.media.read import read_image
+from solgen.engine.media.references import build_reference
+from solgen.engine.media.write import check_output, write_video
+from solgen.engine.pipeline import H3Pipeline, generator, transformer_name
+from solgen.engine.request import Request
+from solgen.engine.schedule import sigma_schedules
+from solgen.engine.sidecar import is_finished, latents_digest, request_record, write_sidecar
+from solgen.engine.stages import Listener, Stages
+from solgen.errors import InputError, SolgenError
+from solgen.presets.schema import FPS, Preset
+
+CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
+"""Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
+
+
+@dataclass
+class Clip:
+    """A request on its way: the pipeline's state and what is known of it so far."""
+
+    job: Job
+    state: PipelineState
+    stages: Stages
+    run: AttentionRun | None = None
+    latents: Latents | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def request(self) -> Request:
+        """The clip's request."""
+        return self.job.request
+
+
+def generate(
+    jobs: Sequence[Job],
+    listener: Listener,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    on_step: StepHook | None = None,
+    around_denoise: AbstractContextManager | None = None,
+) -> list[dict[str, Any]]:
+    """Make every clip of a command with one load of the model.
+
+    Args:
+        jobs: Resolved requests; all use one model, and one task's components.
+        listener: Shows progress.
+        overwrite: Whether existing files may be replaced.
+        resume: Skip clips whose file and record are already there.
+        on_step: Called after every denoiser call, see `solgen.engine.denoise.StepHook`.
+        around_denoise: Entered once around each clip's denoising, for measurements.
+
+    Returns:
+        The record of every clip, as its sidecar holds it.
+
+    Raises:
+        SolgenError: one line; nothing is written for a clip that failed, except kept latents.
+    """
+    waiting = [job for job in jobs if not (resume and is_finished(job.output, job.sidecar, job.request))]
+    for job in waiting:
+        if resume and not overwrite and (job.output.exists() or job.sidecar.exists()):
+            raise InputError(f"{job.output} is another request's clip; choose another --output or pass --overwrite")
+    for job in jobs:
+        if job not in waiting:
+            listener.note(f"{job.output} is finished; skipped")
+    request_notes(waiting, listener)
+    if not waiting:
+        return []
+    device, repository = check(waiting)
+    stages = Stages(device, listener)
+    first = waiting[0].request
+    with stages.stage("load"):
+        pipeline = load_pipeline(repository, first.task, device=device, dtype=model_dtype(device))
+    load_seconds = stages.seconds
+    clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in waiting]
+    for clip in clips:
+        encode(pipeline, clip)
+    # On a GPU the conditioner's memory is needed by the activations of the denoiser.
+    pipeline.update_components(text_encoder=None)
+    records = []
+    for clip in clips:
+        with around_denoise or nullcontext():
+            sample(pipeline, clip, on_step or (lambda *_: None))
+        write(pipeline, clip, overwrite=overwrite)
+        records.append(record(clip, repository, device, load_seconds))
+        write_sidecar(clip.job.sidecar, records[-1])
+        clip.state, clip.latents = PipelineState(), None
+    return records
+
+
+def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
+    """Refuse what cannot work before anything heavy loads: media, GPU, ffmpeg, adapter, files, prompt length.
+
+    Raises:
+        SolgenError: one line.
+    """
+    for job in jobs:
+        request = job.request
+        for path in filter(None, (request.image, request.last_image)):
+            read_image(path)
+        for reference in request.references:
+            probe_media(reference.path, reference.kind)
+    first = jobs[0].request
+    if any((job.request.task, job.request.preset.model) != (first.task, first.preset.model) for job in jobs):
+        raise InputError("the prompts of one command must share a task and a model; run them apart")
+    device = pick_device(first.preset_name)
+    check_ffmpeg()
+    if first.preset.adapter is not None:
+        raise InputError(
+            f"preset {first.preset_name} needs the adapter {first.preset.adapter.repo}, and adapters cannot be loaded "
+            "yet; use --preset base-5s or --preset demo"
+        )
+    repository = open_repository(first.preset.model, first.task)
+    check_prompts(jobs, repository)
+    return device, repository
+
+
+def check_prompts(jobs: Sequence[Job], repository: Repository) -> None:
+    """Refuse prompts that the conditioner cannot hold, before its weights are read.
+
+    Raises:
+        InputError: with the counted tokens and the limit.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(repository.folders["tokenizer"], local_files_only=True)
+    limit = repository.prompt_limit()
+    for job in jobs:
+        count = len(tokenizer(job.request.prompt, add_special_tokens=False)["input_ids"])
+        if count > limit:
+            raise InputError(f"the prompt has {count:,} tokens; {repository.source} reads {limit:,}. Shorten it")
+
+
+def encode(pipeline: H3Pipeline, clip: Clip) -> None:
+    """Run the blocks that read the prompt and the media."""
+    request, state = clip.request, clip.state
+    canvas = request.preset.canvas
+    reference_canvas = partial(
+        resolve_canvas_size,
+        canvas_multiple=pipeline.canvas_multiple,
+        short_edge=pipeline.config.canvas_short_edge,
+        max_pixels=pipeline.config.canvas_max_pixels,
+    )
+    inputs = {
+        "prompt": request.prompt,
+        "height": canvas.height,
+        "width": canvas.width,
+        "num_frames": canvas.num_frames,
+        "image": request.image and read_image(request.image),
+        "last_image": request.last_image and read_image(request.last_image),
+        "references": [
+            build_reference(reference.kind, reference.path, max_frames=canvas.num_frames, canvas=reference_canvas)
+            for reference in request.references
+        ]
+        or None,
+        "generator": generator(request.seed),
+    }
+    for name, value in inputs.items():
+        state.set(name, value)
+    with clip.stages.stage("encode"), torch.no_grad():
+        for name, block in pipeline.blocks.sub_blocks.items():
+            if name in CONDITIONS:
+                block(pipeline, state)
+
+
+def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook) -> None:
+    """Lay out the sequence, draw the noise and denoise it; leaves `clip.latents`."""
+    state, preset = clip.state, clip.request.preset
+    video_sigmas, audio_sigmas = sigma_schedules(preset.sampler)
+    state.set("video_sigmas", video_sigmas)
+    state.set("audio_sigmas", audio_sigmas)
+    transformer = getattr(pipeline, transformer_name(clip.request.task))
+    for name, block in pipeline.blocks.sub_blocks.items():
+        if name in CONDITIONS or name.startswith("decode"):
+            continue
+        if name != "denoise.denoise":
+            with torch.no_grad():
+                block(pipeline, state)
+            continue
+        clip.run = AttentionRun.start(preset.attention, state.get("token_order").video_rows)
+        install_attention(transformer, clip.run)
+        with clip.stages.stage("denoise", total=preset.sampler.steps) as advance:
+
+            def step(index: int, video: torch.Tensor, audio: torch.Tensor, advance=advance) -> None:
+                on_step(index, video, audio)
+                advance()
+
+            denoise(pipeline, block, state, transformer, clip.run, step)
+        clip.facts = _facts(clip, video_sigmas, audio_sigmas)
+    clip.latents = Latents(state.get("latents"), state.get("audio_latents"))
+
+
+def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> None:
+    """Decode and write the mp4; if that fails, keep the latents and say where.
+
+    Raises:
+        SolgenError: naming the latents file and the command that decodes it.
+    """
+    request, latents, output = clip.request, clip.latents, clip.job.output
+    assert latents is not None
+    try:
+        decode_and_write(pipeline, latents, request.preset, output, clip.stages, overwrite=overwrite)
+    except (SolgenError, RuntimeError, OSError) as error:
+        kept = output.with_suffix(".latents.safetensors")
+        latents.save(kept, request_record(request))
+        raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {output}") from error
+
+
+def decode_and_write(
+    pipeline: H3Pipeline, latents: Latents, preset: Preset, output: Path, stages: Stages, *, overwrite: bool
+) -> None:
+    """Decode latents and write them as an mp4 of the preset's canvas."""
+    with stages.stage("decode audio"):
+        audio = decode_audio(pipeline, latents.audio)
+    with stages.stage("decode video"):
+        video = decode_video(pipeline, latents.video)
+    with stages.stage("write"):
+        write_video(
+            output,
+            frame_chunks(pipeline, video),
+            audio,
+            num_frames=preset.canvas.num_frames,
+            width=preset.canvas.width,
+            height=preset.canvas.height,
+            sampling_rate=pipeline.audio_sampling_rate,
+            crop_height=preset.output.crop,
+            overwrite=overwrite,
+        )
+
+
+def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool) -> None:
+    """Decode latents that a failed run kept; `write` names the command.
+
+    Raises:
+        SolgenError: one line.
+    """
+    latents, request = Latents.load(path)
+    preset = Preset.model_validate(request["settings"])
+    check_output(output, overwrite=overwrite)
+    check_ffmpeg()
+    device = pick_device(request["preset"])
+    repository = open_repository(preset.model, request["task"])
+    stages = Stages(device, listener)
+    with stages.stage("load"):
+        pipeline = load_decoders(repository, device=device, dtype=model_dtype(device))
+    decode_and_write(pipeline, latents, preset, output, stages, overwrite=overwrite)
+
+
+def record(clip: Clip, repository: Repository, device: torch.device, load_seconds: dict[str, float]) -> dict[str, Any]:
+    """The sidecar of a finished clip. Only `timings` differs between two runs on one machine."""
+    assert clip.run is not None
+    assert clip.latents is not None
+    canvas, crop = clip.request.preset.canvas, clip.request.preset.output.crop
+    return {
+        "request": request_record(clip.request),
+        "output": {
+            "path": str(clip.job.output),
+            "width": canvas.width,
+            "height": crop or canvas.height,
+            "frames": canvas.num_frames,
+            "seconds": canvas.num_frames / FPS,
+        },
+        **clip.facts,
+        "latents_sha256": latents_digest(clip.latents),
+        "model": {"source": repository.source, "headers_sha256": repository.digests},
+        "device": device_name(device),
+        "versions": versions(),
+        "timings": {name: round(seconds, 3) for name, seconds in {**load_seconds, **clip.stages.seconds}.items()},
+    }
+
+
+def request_notes(waiting: Sequence[Job], listener: Listener) -> None:
+    """Tell the user once what was rounded."""
+    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
+        listener.note(note)
+
+
+def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -> dict[str, Any]:
+    """What the run measured and resolved beyond the request."""
+    run, state = clip.run, clip.state
+    assert run is not None
+    rows = {name: state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")}
+    return {
+        "sequence": {
+            "rows": sum(rows.values()),
+            **rows,
+            "condition_video": state.get("num_condition_video_rows"),
+            "condition_audio": state.get("num_condition_audio_rows"),
+        },
+        "sampler": {
+            "calls": len(video_sigmas) - 1,
+            "video_sigmas": video_sigmas.tolist(),
+            "audio_sigmas": audio_sigmas.tolist(),
+        },
+        "attention": {
+            "backend": run.settings.backend,
+            "epsilon": run.config.epsilon,
+            "density": run.density_table(),
+        },
+    }

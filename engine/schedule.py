@@ -1,0 +1,35 @@
+"""Noise levels of the denoiser calls. `steps` always counts calls; the last level is 0."""
+
+import torch
+
+from solgen.errors import InputError
+from solgen.presets.schema import Sampler
+
+
+def sigma_schedules(sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
+    """Video and audio sigma levels, computed in float32 as diffusers' `MiniMaxH3Scheduler` does.
+
+    Args:
+        sampler: Finished sigmas are returned as they are; positions (uniform from 1 to 0 when not given) are
+            shifted per modality by sigma' = s sigma / (1 + (s - 1) sigma).
+
+    Returns:
+        Two tensors of `steps + 1` strictly decreasing float32 levels ending at 0.
+
+    Raises:
+        InputError: if float32 cannot tell neighbouring levels apart after the shift.
+    """
+    if sampler.video_sigmas is not None and sampler.audio_sigmas is not None:
+        return torch.tensor(sampler.video_sigmas), torch.tensor(sampler.audio_sigmas)
+    if sampler.positions is None:
+        base = torch.linspace(1.0, 0.0, sampler.steps + 1, dtype=torch.float32)
+    else:
+        base = torch.tensor(sampler.positions, dtype=torch.float32)
+    return _shifted(base, sampler.video_shift), _shifted(base, sampler.audio_shift)
+
+
+def _shifted(base: torch.Tensor, shift: float) -> torch.Tensor:
+    sigmas = shift * base / (1 + (shift - 1) * base)
+    if not bool((sigmas[1:] < sigmas[:-1]).all()):
+        raise InputError(f"shift {shift:g} merges neighbouring levels of {base.numel() - 1} steps; use fewer steps")
+    return sigmas

@@ -1,0 +1,7 @@
+"""Sol-Attn2: block-sparse FP8 attention with a compressed tail."""
+
+from solgen.kernels.sol_attn2.api import sol_attn2
+from solgen.kernels.sol_attn2.config import SolAttn2Config
+from solgen.kernels.sol_attn2.details import SolAttn2Details
+
+__all__ = ["SolAttn2Config", "SolAttn2Details", "sol_attn2"]

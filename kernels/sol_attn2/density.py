@@ -1,0 +1,111 @@
+"""From a wanted density to the router threshold that gives it: one histogram of log shares, one epsilon.
+
+A log share is m_ij - L_i + log NB in nats: how far key block j lies above the uniform share of query block i.
+"""
+
+import math
+
+import torch
+
+from solgen.kernels.sol_attn2.reference.blocks import make_blocks, mixed_blocks
+from solgen.kernels.sol_attn2.reference.router import block_log_masses, router_means
+from solgen.kernels.sol_attn2.validation import validate_inputs
+
+HISTOGRAM_LOW = -8.0
+HISTOGRAM_BINS = 2048
+HISTOGRAM_PER_NAT = 128
+"""Bin b counts shares in [-8 + b / 128, -8 + (b + 1) / 128) nats; the ends take what lies beyond."""
+
+
+def empty_histogram(device: torch.device | str) -> torch.Tensor:
+    """Zero counts to add `share_histogram`s to, [HISTOGRAM_BINS] int64."""
+    return torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
+
+
+@torch.no_grad()
+def log_shares(query: torch.Tensor, key: torch.Tensor, *, scale: float | None = None) -> torch.Tensor:
+    """Log shares of all block pairs, [B, H, NB, NB] fp32 (float64 for float64 inputs), from FP16 unit means.
+
+    Scores are formed a bounded number at a time; non-finite ones are returned as they are.
+
+    Args:
+        query: [B, H, N, 128].
+        key: Like `query`.
+        scale: Softmax scale, 128^-0.5 by default.
+
+    Raises:
+        ValueError: if the tensors do not form a call.
+    """
+    validate_inputs(query, key, key, None)
+    num_rows, head_dim = query.shape[-2:]
+    softmax_scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    blocks = make_blocks(num_rows, mixed_blocks(None, num_rows, query.device), dtype)
+    shares = torch.empty(
+        *query.shape[:2], blocks.num_blocks, blocks.num_blocks, dtype=dtype, device=query.device
+    )
+    heads = zip(query.flatten(0, 1), key.flatten(0, 1), shares.flatten(0, 1), strict=True)
+    for q, k, out in heads:
+        q_units, k_units = (router_means(blocks.split(x.to(dtype)), blocks, "fp8") for x in (q, k))
+        for rows, masses in block_log_masses(q_units, k_units, blocks, softmax_scale):
+            out[rows] = masses + math.log(blocks.num_blocks)
+    return shares
+
+
+@torch.no_grad()
+def share_histogram(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    video_rows: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Count the log shares of the eligible pairs, all-video query blocks x all-video key blocks.
+
+    Args:
+        query: [B, H, N, 128].
+        key: Like `query`.
+        video_rows: True where a row is video, [N] bool; None means all.
+        scale: Softmax scale, 128^-0.5 by default.
+
+    Returns:
+        Counts over fixed bins, [HISTOGRAM_BINS] int64 on the inputs' device; histograms of several calls add up.
+
+    Raises:
+        ValueError: if the tensors do not form a call or a share is not finite.
+    """
+    validate_inputs(query, key, key, video_rows)
+    video = ~mixed_blocks(video_rows, query.shape[2], query.device)
+    counts = empty_histogram(query.device)
+    for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True):
+        shares = log_shares(q[None, None], k[None, None], scale=scale)[0, 0][video][:, video].flatten()
+        if not shares.isfinite().all():
+            raise ValueError(
+                "shares are not finite; expected query and key means below 65504; scale the inputs"
+            )
+        bins = ((shares - HISTOGRAM_LOW) * HISTOGRAM_PER_NAT).clamp(0, HISTOGRAM_BINS - 1).long()
+        counts.scatter_add_(0, bins, torch.ones_like(bins))
+    return counts
+
+
+def solve_epsilon(histogram: torch.Tensor, density: float) -> float:
+    """Threshold, on a bin edge, whose kept share of the counted pairs is nearest to `density`; a device sync.
+
+    Args:
+        histogram: Sum of `share_histogram`s, [HISTOGRAM_BINS] int64.
+        density: Wanted share of kept pairs, in (0, 1]; 1 gives -inf.
+
+    Raises:
+        ValueError: if the density is out of range or nothing was counted.
+    """
+    if not 0.0 < density <= 1.0:
+        raise ValueError(f"density is {density}; expected a share in (0, 1]")
+    counts = histogram.cpu()
+    total = int(counts.sum())
+    if total == 0:
+        raise ValueError("the share histogram is empty; expected counts of a calibration call; add one first")
+    kept = (
+        counts.flip(0).cumsum(0).flip(0).double() / total
+    )  # kept[b]: shares at or above the lower edge of bin b
+    nearest = int((kept - density).abs().argmin())
+    return -math.inf if nearest == 0 else HISTOGRAM_LOW + nearest / HISTOGRAM_PER_NAT

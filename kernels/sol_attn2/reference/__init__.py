@@ -1,0 +1,1 @@
+"""Sol-Attn2 in plain PyTorch: the specification that the GPU kernels are tested against."""

@@ -1,0 +1,119 @@
+"""Per-head statistics of keys and values that quantisation needs before it starts (spec section 3).
+
+    k_mean = mean over rows of k        v_mean = mean over rows of v
+    v_scale = max(max_rd |v_rd - v_mean_d| / 448, SCALE_FLOOR)
+
+x - mean rounds monotonically in x, so the extremes of every channel give the largest |v - v_mean| exactly, in one
+reading of v. Two stages in a fixed order, no atomics: every program reduces CHUNK rows of a head to a sum, a maximum
+and a minimum a channel, then one program a head joins the chunks.
+
+Legend: G heads (batch x heads), N rows, D = 128 channels, C = ceil(N / CHUNK) chunks.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from solgen.kernels.sol_attn2.config import HEAD_DIM
+from solgen.kernels.sol_attn2.triton.e4m3 import scale_of
+
+CHUNK = 1024
+"""Rows one program reduces."""
+
+
+@triton.jit
+def _chunk_kernel(
+    p_x,
+    p_partial,  # [G, C, 3, D] fp32: sum, maximum, minimum
+    num_rows,
+    num_heads,
+    num_chunks,
+    stride_batch,
+    stride_head,
+    stride_row,
+    EXTREMES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    i_g, i_c = tl.program_id(0), tl.program_id(1)
+    o_d = tl.arange(0, D)
+    o_r = tl.arange(0, ROWS)
+    p_x += (i_g // num_heads).to(tl.int64) * stride_batch + (i_g % num_heads).to(tl.int64) * stride_head
+    b_sum = tl.zeros([ROWS, D], tl.float32)
+    b_max = tl.full([ROWS, D], float("-inf"), tl.float32)
+    b_min = tl.full([ROWS, D], float("inf"), tl.float32)
+    for i_r in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, num_rows), ROWS):
+        m_r = (i_r + o_r < num_rows)[:, None]  # [ROWS, 1]
+        p_tile = p_x + (i_r + o_r).to(tl.int64)[:, None] * stride_row + o_d[None, :]
+        b_x = tl.load(p_tile, mask=m_r, other=0.0).to(tl.float32)  # [ROWS, D]
+        b_sum += b_x
+        if EXTREMES:
+            b_max = tl.maximum(b_max, tl.where(m_r, b_x, float("-inf")))
+            b_min = tl.minimum(b_min, tl.where(m_r, b_x, float("inf")))
+    p_out = p_partial + (i_g * num_chunks + i_c).to(tl.int64) * (3 * D) + o_d
+    tl.store(p_out, tl.sum(b_sum, 0))
+    if EXTREMES:
+        tl.store(p_out + D, tl.max(b_max, 0))
+        tl.store(p_out + 2 * D, tl.min(b_min, 0))
+
+
+@triton.jit
+def _join_kernel(
+    p_partial,  # [G, C, 3, D] fp32
+    p_mean,  # [G, D] fp32
+    p_scale,  # [G] fp32, written with EXTREMES
+    num_rows,
+    num_chunks,
+    SMOOTH: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    D: tl.constexpr,
+):
+    i_g = tl.program_id(0)
+    o_d = tl.arange(0, D)
+    o_c = tl.arange(0, CHUNKS)
+    b_sum = tl.zeros([CHUNKS, D], tl.float32)
+    b_max = tl.full([CHUNKS, D], float("-inf"), tl.float32)
+    b_min = tl.full([CHUNKS, D], float("inf"), tl.float32)
+    for i_c in range(0, num_chunks, CHUNKS):
+        m_c = (i_c + o_c < num_chunks)[:, None]
+        p_in = p_partial + (i_g * num_chunks + i_c + o_c).to(tl.int64)[:, None] * (3 * D) + o_d[None, :]
+        b_sum += tl.load(p_in, mask=m_c, other=0.0)
+        if EXTREMES:
+            b_max = tl.maximum(b_max, tl.load(p_in + D, mask=m_c, other=float("-inf")))
+            b_min = tl.minimum(b_min, tl.load(p_in + 2 * D, mask=m_c, other=float("inf")))
+    b_mean = tl.zeros([D], tl.float32)
+    if SMOOTH:
+        b_mean = tl.div_rn(tl.sum(b_sum, 0), tl.full([D], 1.0, tl.float32) * num_rows)
+    tl.store(p_mean + i_g * D + o_d, b_mean)
+    if EXTREMES:
+        b_amax = tl.maximum(tl.abs(tl.max(b_max, 0) - b_mean), tl.abs(tl.min(b_min, 0) - b_mean))
+        tl.store(p_scale + i_g, scale_of(tl.max(b_amax, 0)))
+
+
+def _statistics(x: torch.Tensor, smooth: bool, extremes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = x.shape
+    groups, chunks = batch * heads, triton.cdiv(rows, CHUNK)
+    mean = torch.empty(groups, HEAD_DIM, dtype=torch.float32, device=x.device)
+    scale = torch.empty(groups, dtype=torch.float32, device=x.device)
+    partial = torch.empty(groups, chunks, 3, HEAD_DIM, dtype=torch.float32, device=x.device)
+    _chunk_kernel[(groups, chunks)](
+        x, partial, rows, heads, chunks, *x.stride()[:3], EXTREMES=extremes, CHUNK=CHUNK, ROWS=32, D=HEAD_DIM
+    )
+    _join_kernel[(groups,)](
+        partial, mean, scale, rows, chunks, SMOOTH=smooth, EXTREMES=extremes, CHUNKS=16, D=HEAD_DIM
+    )
+    return mean, scale
+
+
+def key_mean(key: torch.Tensor, *, smooth: bool) -> torch.Tensor:
+    """Mean key of every head, [B * H, D] fp32; zeros without smoothing."""
+    if not smooth:
+        return torch.zeros(key.shape[0] * key.shape[1], HEAD_DIM, dtype=torch.float32, device=key.device)
+    return _statistics(key, smooth=True, extremes=False)[0]
+
+
+def value_mean_and_scale(value: torch.Tensor, *, smooth: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean value [B * H, D] (zeros without smoothing) and FP8 scale [B * H] of every head, fp32."""
+    return _statistics(value, smooth=smooth, extremes=True)

@@ -1,0 +1,117 @@
+"""Random weights of the demo model: lively enough to exercise every path, tame enough to watch and hear.
+
+Every tensor has a generator of its own, seeded by its name, so that no tensor depends on another's shape.
+"""
+
+import hashlib
+import math
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from solgen.presets.demo.configs import SEED
+
+
+@torch.no_grad()
+def init_transformer(model: nn.Module) -> None:
+    """Fill a `MiniMaxH3Transformer3DModel` so that it denoises towards a local average of the noise it is given.
+
+    A direction shared by all rows, which queries and keys see alike and values do not see, lets the rotary
+    embedding favour rows that are near in (t, h, w), as in a trained model. The heads subtract the noise.
+    """
+    _fill(model, {"*.adaln_proj.linear.weight": 0.1, "norm_out.linear.weight": 0.1, "*.to_out.0.weight": 2.0})
+    shared = _normal("shared", (model.config.hidden_size,))
+    direction = shared / shared.norm()
+    locality = _locality(model.config.attention_head_dim, model.config.rope_freq_dim)
+    for block in model.transformer_blocks:
+        bias = block.adaln_proj.linear.bias.view(3, 6, -1)  # modality, [shift, scale, gate] x [attention, FFN]
+        bias[:, 0] = 2.5 * shared
+        bias[:, 2] = 0.5
+        bias[:, 5] = 0.2
+        query, key, value = (getattr(block.attn, name).weight for name in ("to_q", "to_k", "to_v"))
+        key.add_(torch.outer((query - key) @ direction, direction))
+        value.sub_(torch.outer(value @ direction, direction))
+        block.attn.norm_q.weight.copy_(locality)
+        block.attn.norm_k.weight.copy_(locality)
+    for entry, head in ((model.proj_in, model.proj_out), (model.audio_proj_in, model.audio_proj_out)):
+        columns = torch.linalg.qr(entry.weight).Q  # orthonormal, so the transpose undoes it
+        entry.weight.copy_(columns)
+        head.weight.sub_(1.3 * columns.T)
+
+
+def _locality(head_dim: int, num_frequencies: int) -> Tensor:
+    """Gain of every query and key channel, [head_dim]: rotary periods of 10 to 200 units matter most.
+
+    A frame has 32 units along its edge, and 40 pass in a second.
+    """
+    octave = torch.arange(num_frequencies)
+    band = torch.where((octave >= 3) & (octave <= 6), 2.5, 0.2)
+    return torch.cat([band.repeat(6), torch.full((head_dim - 6 * num_frequencies,), 0.2)])
+
+
+@torch.no_grad()
+def init_vae(model: nn.Module) -> None:
+    """Fill an `AutoencoderKLMiniMaxH3`: a nearly noiseless posterior, and pixels from smooth patterns."""
+    _fill(model, {"encoder.*.conv2.weight": 0.3})
+    channels = model.config.latent_channels
+    model.quant_conv.weight[channels:] = 0.0
+    model.quant_conv.bias[channels:] = -6.0  # log variance
+    decoder = model.decoder
+    for block in decoder.transformer_blocks:
+        block.scale1.fill_(0.3)
+        block.scale2.fill_(0.3)
+    shape = (decoder.out_channels, decoder.patch_size_t, decoder.patch_size, decoder.patch_size)
+    decoder.proj_out.weight.copy_(_waves(decoder.proj_out.in_features, shape).flatten(1).T)
+
+
+@torch.no_grad()
+def init_audio_vae(model: nn.Module) -> None:
+    """Fill an `AutoencoderKLMiniMaxH3Audio`: unit gain along the trunk, quiet branches, sound at about -20 dBFS."""
+    _fill(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight_g"):
+            branch = fnmatchcase(name, "*.convs2.*") or fnmatchcase(name, "encoder.block.*.block.*.block.3.*")
+            parameter.fill_(0.2 if branch else 1.0)
+    last = model.decoder.conv_post
+    last.weight_v.sub_(last.weight_v.mean(-1, keepdim=True))  # no direct current
+    last.weight_g.fill_(0.4)
+    model.logs_proj.weight.zero_()
+    model.logs_proj.bias.fill_(-3.0)
+
+
+@torch.no_grad()
+def init_conditioner(model: nn.Module) -> None:
+    """Fill a `Qwen3VLForConditionalGeneration`; quiet branches keep 51 residual layers in range."""
+    _fill(model, {"*.o_proj.weight": 0.3, "*.down_proj.weight": 0.3, "*embed_tokens.weight": math.sqrt(32)})
+
+
+def _normal(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Unit normal numbers, fp32, that depend on nothing but the name, the shape and `SEED`."""
+    digest = hashlib.sha256(f"{SEED}/{name}".encode()).digest()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
+
+
+def _fill(model: nn.Module, gains: dict[str, float] | None = None) -> None:
+    """Give matrices and kernels variance gain^2 / fan in and zero the biases; other vectors keep their values.
+
+    Args:
+        gains: Gain by pattern of the parameter's name; the first match counts, 1 without one.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.ndim >= 2 and not name.endswith(("weight_g", "alpha")):
+            gain = next((gain for pattern, gain in (gains or {}).items() if fnmatchcase(name, pattern)), 1.0)
+            parameter.copy_(_normal(name, parameter.shape) * gain / math.sqrt(parameter[0].numel()))
+
+
+def _waves(count: int, shape: tuple[int, int, int, int]) -> Tensor:
+    """Coloured plane waves with long periods, about a tenth of one per patch, [count, C, T, H, W]."""
+    channels, *extent = shape
+    colour = _normal("wave/colour", (count, channels, 1, 1, 1))
+    frequency = 0.1 * _normal("wave/frequency", (count, 3))
+    phase = torch.pi * _normal("wave/phase", (count, 1, 1, 1))
+    grid = torch.stack(torch.meshgrid(*(torch.arange(size) / size for size in extent), indexing="ij"), -1)
+    angle = 2 * torch.pi * torch.einsum("nd,thwd->nthw", frequency, grid) + phase
+    return colour * angle.cos()[:, None] / math.sqrt(count)

@@ -1,0 +1,308 @@
+"""Presets: what a name such as `1080p15` stands for, as TOML files checked against one frozen schema.
+
+Precedence (highest first): command line, config file, preset file, the defaults below.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from solgen.errors import InputError
+
+FRAMES_PER_CHUNK = 17
+"""Pixel frames of one video VAE chunk; legal frame counts are 17 n + 5."""
+
+LATENTS_PER_CHUNK = 5
+"""Latent frames of one chunk, and the remainder of a legal frame count."""
+
+FPS = 24
+"""Frames per second of every clip."""
+
+Task = Literal["t2va", "fl2va", "ref2va"]
+
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _off(value: object) -> object:
+    return None if value in ("off", "none", False) else value
+
+
+Floats = Annotated[tuple[float, ...] | None, BeforeValidator(_split), BeforeValidator(_off)]
+Blocks = Annotated[str, Field(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
+
+
+class Table(BaseModel):
+    """A table of a preset file: frozen, and no key beyond its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Canvas(Table):
+    """Size of the clip.
+
+    Attributes:
+        width: Pixels, a multiple of 32.
+        height: Pixels, a multiple of 32.
+        num_frames: Frames at 24 a second, 17 n + 5.
+    """
+
+    width: int = Field(1344, ge=32)
+    height: int = Field(768, ge=32)
+    num_frames: int = 124
+
+
+class Model(Table):
+    """Where the weights come from.
+
+    Attributes:
+        source: Folder or Hub repository in diffusers format, or "demo" for the embedded model.
+        revision: Commit, tag or branch of a repository.
+    """
+
+    source: str = "MiniMaxAI/MiniMax-H3"
+    revision: str | None = None
+
+
+class Adapter(Table):
+    """The distilled adapter whose contract (calls, positions, tasks) a preset follows.
+
+    Attributes:
+        repo: Hub repository.
+        file: File inside it.
+        revision: Commit.
+        sha256: Digest of the file, full or its leading characters.
+    """
+
+    repo: str
+    file: str
+    revision: str | None = None
+    sha256: str | None = None
+
+
+class Sampler(Table):
+    """Noise levels of the denoiser calls (architecture: Presets).
+
+    Attributes:
+        steps: Denoiser calls.
+        positions: `steps + 1` levels before the shift, strictly decreasing to 0; None is uniform from 1.
+        video_sigmas: Finished video levels used as they are, instead of `positions`.
+        audio_sigmas: Finished audio levels, given with `video_sigmas`.
+        video_shift: s of sigma' = s sigma / (1 + (s - 1) sigma) for video.
+        audio_shift: The same for audio.
+    """
+
+    steps: int = Field(49, ge=1, le=1000)
+    positions: Floats = None
+    video_sigmas: Floats = None
+    audio_sigmas: Floats = None
+    video_shift: float = Field(12.0, gt=0)
+    audio_shift: float = Field(3.0, gt=0)
+
+    @model_validator(mode="after")
+    def _levels(self) -> "Sampler":
+        if (self.video_sigmas is None) != (self.audio_sigmas is None):
+            raise ValueError("video_sigmas and audio_sigmas go together")
+        if self.positions is not None and self.video_sigmas is not None:
+            raise ValueError("give positions or finished sigmas, not both")
+        for name in ("positions", "video_sigmas", "audio_sigmas"):
+            levels = getattr(self, name)
+            if levels is None:
+                continue
+            if len(levels) != self.steps + 1:
+                raise ValueError(f"{name} holds {len(levels)} levels; {self.steps} steps need {self.steps + 1}")
+            if levels[-1] != 0.0 or any(b >= a for a, b in zip(levels, levels[1:], strict=False)):
+                raise ValueError(f"{name} must strictly decrease to 0")
+            if levels[0] > 1.0:
+                raise ValueError(f"{name} starts at {levels[0]}, above 1")
+        return self
+
+
+class Attention(Table):
+    """How the denoiser's blocks attend.
+
+    Attributes:
+        backend: "sol-attn2" or "dense".
+        impl: Implementation of Sol-Attn2; "auto" takes the fastest that supports the machine.
+        epsilon: Share threshold of the router in nats.
+        density: Solve epsilon for this share of kept block pairs with one calibration call, instead.
+        top_k: Keep this fixed fraction of key blocks per query block, instead.
+        tail: Form of the compressed tail.
+        offset: ExpCast octaves of headroom.
+        smooth_key: Subtract each head's mean key before quantising.
+        smooth_value: Subtract each head's mean value before quantising.
+        sink: Keep text and audio key blocks for every query block.
+        dense_blocks: Transformer blocks that stay dense, as "0-2,47-49".
+        dense_steps: Leading denoiser calls that stay dense.
+    """
+
+    backend: Literal["sol-attn2", "dense"] = "sol-attn2"
+    impl: Literal["auto", "reference", "triton", "gluon"] = "auto"
+    epsilon: float = 0.47
+    density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
+    top_k: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
+    tail: Literal["slots", "anchors", "none"] = "slots"
+    offset: int = Field(7, ge=0, le=7)
+    smooth_key: bool = True
+    smooth_value: bool = True
+    sink: bool = False
+    dense_blocks: Blocks = "0-2,47-49"
+    dense_steps: int = Field(0, ge=0)
+
+    def is_dense_block(self, index: int) -> bool:
+        """Whether transformer block `index` is listed in `dense_blocks`."""
+        for part in filter(None, self.dense_blocks.split(",")):
+            first, _, last = part.partition("-")
+            if int(first) <= index <= int(last or first):
+                return True
+        return False
+
+
+class Output(Table):
+    """What is written.
+
+    Attributes:
+        crop: Rows kept of each frame, from the top (1088 -> 1080); "off" keeps all. Never resampled.
+    """
+
+    crop: Annotated[int | None, Field(gt=0), BeforeValidator(_off)] = None
+
+
+class Preset(Table):
+    """One resolved preset. `tasks` are those its weights were made for."""
+
+    description: str = ""
+    tasks: Annotated[tuple[Task, ...], BeforeValidator(_split)] = ("t2va", "fl2va", "ref2va")
+    canvas: Canvas = Canvas()
+    model: Model = Model()
+    adapter: Adapter | None = None
+    sampler: Sampler = Sampler()
+    attention: Attention = Attention()
+    output: Output = Output()
+
+
+def preset_names() -> list[str]:
+    """Names of the preset files, `demo` and `5s` first."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.toml"))
+    return sorted(names, key=lambda name: (name != "demo", name.startswith(("base", "hyperflow")), len(name), name))
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        InputError: if the file is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not TOML: {error}") from error
+
+
+def load_preset(name: str, *overrides: tuple[str, Mapping[str, Any]]) -> Preset:
+    """Read preset `name` and lay tables of overrides over it, later ones winning.
+
+    Args:
+        name: A name from `preset_names()`.
+        overrides: Pairs of (where the table comes from, nested table).
+
+    Raises:
+        InputError: for an unknown preset, an unknown key (the nearest one is named) or a bad value.
+    """
+    names = preset_names()
+    if name not in names:
+        raise InputError(f"unknown preset {name!r}{_nearest(name, names)}; solgen presets list shows {', '.join(names)}")
+    path = Path(__file__).parent / f"{name}.toml"
+    merged: dict[str, Any] = {}
+    for origin, table in ((f"presets/{path.name}", read_table(path)), *overrides):
+        for key in _unknown_keys(Preset, table):
+            raise InputError(f"{origin}: unknown key {key!r}{_nearest(key, list(_keys(Preset)))}")
+        merged = _overlay(merged, table)
+    try:
+        return Preset.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        origin = next((o for o, table in reversed(overrides) if _holds(table, first["loc"])), f"presets/{path.name}")
+        message = first["msg"].removeprefix("Value error, ")
+        got = "" if isinstance(first["input"], dict | Table) else f", got {first['input']!r}"
+        raise InputError(f"{origin}: {key}: {message}{got}") from error
+
+
+def set_key(table: dict[str, Any], assignment: str) -> None:
+    """Store `key=value` of `--set` in a nested table.
+
+    Raises:
+        InputError: if it is not of the form `table.key=value`.
+    """
+    key, equals, value = assignment.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise InputError(f"--set {assignment!r}: expected table.key=value, as attention.dense_blocks=0-2")
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+    table[parts[-1]] = value.strip()
+
+
+def legal_frames(num_frames: int, *, shortest: int = 124, longest: int = 362) -> int:
+    """The smallest legal frame count that holds `num_frames`, kept within the model's range.
+
+    Legal counts are 17 n + 5 from 124 (5.17 s) to 362 (15.08 s).
+    """
+    aligned = num_frames + (LATENTS_PER_CHUNK - num_frames) % FRAMES_PER_CHUNK
+    return min(max(aligned, shortest), longest)
+
+
+def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _overlay(merged[key], value) if nested else value
+    return merged
+
+
+def _tables(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """Fields of a table, each with the class of the table it holds, if it holds one."""
+    fields: dict[str, type[BaseModel] | None] = {}
+    for name, field in model.model_fields.items():
+        candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
+        fields[name] = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
+    return fields
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, table in _tables(model).items():
+        if table is None:
+            yield prefix + name
+        else:
+            yield from _keys(table, f"{prefix}{name}.")
+
+
+def _unknown_keys(model: type[BaseModel], table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    fields = _tables(model)
+    for name, value in table.items():
+        if name not in fields:
+            yield prefix + name
+        elif (nested := fields[name]) is not None and isinstance(value, Mapping):
+            yield from _unknown_keys(nested, value, f"{prefix}{name}.")
+
+
+def _holds(table: Mapping[str, Any], loc: tuple[int | str, ...]) -> bool:
+    value: Any = table
+    for part in loc:
+        if not isinstance(value, Mapping) or part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,173 @@
+"""The `solgen` command line. Nothing heavy is imported until a command runs."""
+
+import json
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from solgen import __version__, options
+
+app = typer.Typer(
+    help="Generate video with sound from MiniMax-H3, fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+presets_app = typer.Typer(help="Show the presets.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(presets_app, name="presets")
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"solgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Generate video with sound from MiniMax-H3, fast."""
+
+
+@app.command()
+def generate(
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    preset: options.Preset = None,
+    output: options.Output = None,
+    task: options.Task = None,
+    image: options.Image = None,
+    last_image: options.LastImage = None,
+    reference: options.Reference = None,
+    seed: options.Seed = None,
+    num_outputs: options.NumOutputs = 1,
+    steps: options.Steps = None,
+    width: options.Width = None,
+    height: options.Height = None,
+    seconds: options.Seconds = None,
+    num_frames: options.NumFrames = None,
+    model: options.Model = None,
+    attention: options.Attention = None,
+    epsilon: options.Epsilon = None,
+    density: options.Density = None,
+    tail: options.Tail = None,
+    config: options.Config = None,
+    set_keys: options.Set = None,
+    overwrite: options.Overwrite = False,
+    resume: options.Resume = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Make a clip (or several) and a JSON record beside each."""
+    given = dict(locals())
+    from solgen.engine.batch import plan_jobs
+
+    jobs = plan_jobs(
+        options.request_options(given),
+        prompt_file=prompt_file,
+        num_outputs=num_outputs,
+        seed=secrets.randbelow(2**31),
+        overwrite=overwrite,
+        resume=resume,
+    )
+    from solgen.console import Console
+    from solgen.engine.generate import generate as run
+
+    with Console() as console:
+        records = run(jobs, console, overwrite=overwrite, resume=resume)
+    if as_json:
+        print(json.dumps(records if len(jobs) > 1 else next(iter(records), None), ensure_ascii=False))
+    else:
+        for job in jobs:
+            print(job.output)
+
+
+@app.command()
+def profile(
+    prompt: options.Prompt = "A red ball bounces across a wooden floor.",
+    preset: options.Preset = None,
+    task: options.Task = None,
+    image: options.Image = None,
+    last_image: options.LastImage = None,
+    reference: options.Reference = None,
+    seed: options.Seed = 0,
+    steps: options.Steps = None,
+    width: options.Width = None,
+    height: options.Height = None,
+    seconds: options.Seconds = None,
+    num_frames: options.NumFrames = None,
+    model: options.Model = None,
+    attention: options.Attention = None,
+    epsilon: options.Epsilon = None,
+    density: options.Density = None,
+    tail: options.Tail = None,
+    config: options.Config = None,
+    set_keys: options.Set = None,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
+) -> None:
+    """Run a request without writing it and show where its time goes."""
+    given = dict(locals())
+    from solgen.engine.request import resolve
+
+    request = resolve(options.request_options(given), seed=0)
+    from solgen.console import Console, profile_table
+    from solgen.engine.profile import profile as run
+
+    with Console() as console:
+        report = run(request, console)
+    if as_json:
+        print(json.dumps(report))
+    else:
+        profile_table(report)
+
+
+@app.command()
+def decode(
+    latents: Annotated[Path, typer.Argument(help="File kept by a run whose decoding failed.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The mp4 to write.")],
+    overwrite: options.Overwrite = False,
+    debug: options.Debug = False,
+) -> None:
+    """Decode kept latents into an mp4."""
+    from solgen.console import Console
+    from solgen.engine.generate import decode_file
+
+    with Console() as console:
+        decode_file(latents, output, console, overwrite=overwrite)
+    print(output)
+
+
+@presets_app.command("list")
+def presets_list(as_json: options.Json = False) -> None:
+    """Names and what they stand for."""
+    from solgen.presets.schema import load_preset, preset_names
+
+    found = {name: load_preset(name) for name in preset_names()}
+    if as_json:
+        print(json.dumps({name: preset.model_dump(mode="json") for name, preset in found.items()}))
+        return
+    width = max(map(len, found))
+    for name, preset in found.items():
+        print(f"{name:<{width}}  {preset.description}")
+
+
+@presets_app.command("show")
+def presets_show(name: str, as_json: options.Json = False) -> None:
+    """Every resolved key of one preset."""
+    from solgen.presets.schema import load_preset
+
+    table = load_preset(name).model_dump(mode="json")
+    if as_json:
+        print(json.dumps(table))
+        return
+    for key, value in table.items():
+        rows = value.items() if isinstance(value, dict) else [("", value)]
+        for sub, inner in rows:
+            sys.stdout.write(f"{key}{'.' if sub else ''}{sub} = {json.dumps(inner, ensure_ascii=False)}\n")

@@ -1,0 +1,56 @@
+"""Command-line options that several commands share; one spelling each."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+Prompt = Annotated[str | None, Option("-p", "--prompt", help="What the clip shows and sounds like.")]
+PromptFile = Annotated[
+    Path | None, Option(help="One prompt a line, or .jsonl with per-line overrides.", metavar="FILE")
+]
+Preset = Annotated[str | None, Option(help="Settings to start from; solgen presets list.", show_default="5s")]
+Output = Annotated[
+    str | None, Option("-o", "--output", help="File or folder.", show_default="solgen-<preset>-<seed>.mp4")
+]
+Task = Annotated[str | None, Option(help="t2va, fl2va or ref2va; inferred from the inputs.")]
+Image = Annotated[str | None, Option(help="First frame (fl2va).", metavar="FILE")]
+LastImage = Annotated[str | None, Option(help="Last frame (fl2va).", metavar="FILE")]
+Reference = Annotated[
+    list[str] | None,
+    Option(help="image:PATH, video:PATH or audio:PATH (ref2va); repeatable, in order.", metavar="TYPE:PATH"),
+]
+Seed = Annotated[int | None, Option(help="Noise seed; chosen and recorded when left out.", min=0)]
+NumOutputs = Annotated[int, Option(help="Clips per prompt, with seeds N, N+1, ...")]
+Steps = Annotated[int | None, Option(help="Denoiser calls.")]
+Width = Annotated[int | None, Option(help="Pixels, a multiple of 32.")]
+Height = Annotated[int | None, Option(help="Pixels, a multiple of 32.")]
+Seconds = Annotated[float | None, Option(help="Length, rounded up to 17 n + 5 frames.")]
+NumFrames = Annotated[int | None, Option(help="Length in frames, 17 n + 5.")]
+Model = Annotated[str | None, Option(help="Folder or Hub repository in diffusers format.", metavar="PATH|REPO")]
+Attention = Annotated[str | None, Option(help="sol-attn2 or dense.")]
+Epsilon = Annotated[float | None, Option(help="Router threshold in nats above the uniform share.")]
+Density = Annotated[float | None, Option(help="Solve the threshold for this share of kept blocks.")]
+Tail = Annotated[str | None, Option(help="slots, anchors or none.")]
+Config = Annotated[Path | None, Option(help="TOML with any of these and preset tables.", metavar="FILE")]
+Set = Annotated[
+    list[str] | None,
+    Option("--set", help="Any preset key, as attention.dense_blocks=0-2; repeatable.", metavar="KEY=VALUE"),
+]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing files.")]
+Resume = Annotated[bool, Option("--resume", help="Skip clips that are already finished.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Debug = Annotated[bool, Option("--debug", help="Show tracebacks.")]
+
+
+def request_options(given: dict[str, Any]) -> Any:
+    """The `Options` of a command from its parameters, by name."""
+    import dataclasses
+
+    from solgen.engine.request import Options
+
+    names = {field.name for field in dataclasses.fields(Options)} - {"sets", "reference"}
+    fields = {name: value for name, value in given.items() if name in names}
+    return Options(
+        **fields, sets=tuple(given["set_keys"] or ()), reference=tuple(given["reference"]) if given["reference"] else None
+    )

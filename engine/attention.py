@@ -13,6 +13,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 
 from solgen.errors import InputError
 from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
 from solgen.presets.schema import Attention
 
 
@@ -134,5 +135,5 @@ def solve_density(run: AttentionRun, density: float) -> None:
     """Replace epsilon by the threshold that keeps `density` of the pairs seen by the calibration call."""
     if run.histogram is None:
         raise AssertionError("no calibration call was made")
-    run.config = dataclasses.replace(run.config, epsilon=float(solve_epsilon(run.histogram, density)), top_k=None)
+    run.config = dataclasses.replace(run.config, epsilon=solve_epsilon(run.histogram, density), top_k=None)
     run.histogram = None

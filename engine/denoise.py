@@ -12,6 +12,7 @@ from diffusers.modular_pipelines.modular_pipeline import (
 from solgen.engine.attention import AttentionRun, solve_density
 from solgen.engine.pipeline import H3Pipeline
 from solgen.errors import SolgenError
+from solgen.kernels.sol_attn2.density import empty_histogram
 
 StepHook = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called after every step with its number from 1 and the video and audio rows, which it may write to."""
@@ -72,8 +73,6 @@ def _calibrate(
     density: float,
 ) -> None:
     """Forward the first call once, only to see the log shares of its sparse blocks."""
-    from solgen.kernels.sol_attn2.density import empty_histogram
-
     run.begin_step(0)
     run.histogram = empty_histogram(run.video_rows.device)
     forward = loop.sub_blocks["denoiser"]

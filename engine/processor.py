@@ -36,8 +36,7 @@ class H3Processor:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor
-        self._image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        self._video_token_id = tokenizer.convert_tokens_to_ids("<|video_pad|>")
+        self._types = {_token_id(tokenizer, "<|image_pad|>"): 1, _token_id(tokenizer, "<|video_pad|>"): 2}
 
     @classmethod
     def from_folder(cls, path: Path) -> H3Processor:
@@ -59,8 +58,7 @@ class H3Processor:
 
     def create_mm_token_type_ids(self, input_ids: list[list[int]]) -> list[list[int]]:
         """What every token stands for: 0 text, 1 a patch of a picture, 2 a patch of a clip."""
-        types = {self._image_token_id: 1, self._video_token_id: 2}
-        return [[types.get(token, 0) for token in tokens] for tokens in input_ids]
+        return [[self._types.get(token, 0) for token in tokens] for tokens in input_ids]
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,13 @@ class H3VideoProcessor:
         return new_height, new_width
 
 
+def _token_id(tokenizer: Any, token: str) -> int:
+    number = tokenizer.convert_tokens_to_ids(token)
+    if number is None or number == tokenizer.unk_token_id:
+        raise InputError(f"the conditioner's tokenizer does not know {token}; use the model's own tokenizer")
+    return number
+
+
 def _config(folder: Path, section: str, file_name: str) -> dict[str, Any]:
     """Settings of one part: newer transformers save them together, older ones in a file each."""
     together, alone = folder / "processor_config.json", folder / file_name
@@ -178,6 +183,4 @@ def _config(folder: Path, section: str, file_name: str) -> dict[str, Any]:
             return settings
         if section in settings:
             return settings[section]
-    raise InputError(
-        f"{str(folder)!r} has neither {alone.name} nor {together.name}; download the model again"
-    )
+    raise InputError(f"no {alone.name} or {together.name} in {str(folder)!r}; download the model again")

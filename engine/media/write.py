@@ -89,14 +89,14 @@ def check_output(path: Path, *, overwrite: bool) -> None:
     """Raise InputError unless a clip can be written to `path`. Tries it: call it before hours of work."""
     if path.suffix.lower() != ".mp4":
         raise InputError(f"the output is an mp4 file, got {str(path)!r}; end its name in .mp4")
-    if not path.parent.is_dir():
-        raise InputError(f"no folder {str(path.parent)!r} to write {path.name!r} into; create it first")
-    _refuse_taken(path, overwrite)
-    with _scratch_folder(path) as folder:
-        try:
+    try:
+        if not path.parent.is_dir():
+            raise InputError(f"no folder {str(path.parent)!r} to write {path.name!r} into; create it first")
+        with _scratch_folder(path) as folder:
             (folder / path.name).touch()
-        except OSError as error:
-            raise InputError(f"cannot write {str(path)!r}: {error.strerror}; choose another name") from error
+        _refuse_taken(path, overwrite)
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}; choose another name") from error
 
 
 def _refuse_taken(path: Path, overwrite: bool) -> None:
@@ -109,13 +109,8 @@ def _refuse_taken(path: Path, overwrite: bool) -> None:
 @contextmanager
 def _scratch_folder(path: Path) -> Iterator[Path]:
     """A folder beside `path`, so on its file system: a rename out of it is atomic. Removed in any case."""
-    folder = path.absolute().parent
-    try:
-        scratch = tempfile.TemporaryDirectory(prefix=".solgen-", dir=folder)
-    except OSError as error:
-        raise InputError(f"cannot write into {str(folder)!r}: {error.strerror}; choose another") from error
-    with scratch as name:
-        yield Path(name)
+    with tempfile.TemporaryDirectory(prefix=".solgen-", dir=path.absolute().parent) as folder:
+        yield Path(folder)
 
 
 @contextmanager

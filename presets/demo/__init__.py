@@ -6,29 +6,34 @@ import secrets
 import shutil
 from pathlib import Path
 
+from solgen.errors import SetupError
+
 _PACKAGE = Path(__file__).parent
 _INDEX = "modular_model_index.json"
 
 
 def demo_model_path() -> Path:
-    """Return the folder of the demo model, building it in the user's cache when it is not there (about 5 s, 21 MiB).
+    """Return the folder of the demo model, building it in the user's cache if it is missing (5 s, 22 MiB).
 
-    Safe to call from several processes at once. The folder's name carries a hash of the code that builds it.
+    Several processes may call it at once. The folder's name holds a hash of the code that builds it, so that
+    other code builds another folder.
 
     Raises:
-        RuntimeError: if the cache cannot be written.
+        SetupError: if the cache cannot be written or the folder has lost its index.
     """
     if (_PACKAGE / "weights" / _INDEX).is_file():
         return _PACKAGE / "weights"
     folder = _cache_root() / f"demo-model-{_source_hash()}"
-    if not (folder / _INDEX).is_file():
+    if not folder.is_dir():
         try:
             _publish(folder)
         except OSError as error:
-            raise RuntimeError(
+            raise SetupError(
                 f"cannot write the demo model to {folder}: {error.strerror or error}; "
                 "set SOLGEN_CACHE to a writable folder"
             ) from error
+    if not (folder / _INDEX).is_file():
+        raise SetupError(f"{folder} has lost its {_INDEX}; delete that folder, the next run builds it anew")
     return folder
 
 
@@ -48,15 +53,15 @@ def _source_hash() -> str:
 
 def _publish(folder: Path) -> None:
     """Build beside `folder` and rename, so that the name never shows a half-built model."""
-    from solgen.presets.demo.build import build
-
     draft = folder.with_name(f".{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     draft.mkdir(parents=True)
     try:
+        from solgen.presets.demo.build import build
+
         build(draft)
         draft.rename(folder)
     except OSError:
-        if not (folder / _INDEX).is_file():  # otherwise another process was first
+        if not folder.is_dir():  # otherwise another process was first
             raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,7 +1,9 @@
 """Write the demo model as a diffusers repository that `MiniMaxH3ModularPipeline` loads like the real one."""
 
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -11,25 +13,53 @@ from diffusers import (
     MiniMaxH3Scheduler,
     MiniMaxH3Transformer3DModel,
 )
+from safetensors.torch import save_file
 from torch import nn
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from solgen.presets.demo import configs, weights
 from solgen.presets.demo.tokenizer import build_tokenizer
 
 
-def _store_dtypes(model: nn.Module) -> nn.Module:
-    """Cast to bfloat16 except the modules that diffusers keeps in float32 (matched as it does, by path component)."""
-    islands = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.is_floating_point() and not islands & set(name.split(".")):
-            tensor.data = tensor.data.to(torch.bfloat16)
-    return model
+def build(folder: Path) -> None:
+    """Write every component into `folder`, an existing empty folder, and the index last.
+
+    The bytes depend on this package and its dependencies only; the caller's random state is left alone.
+    """
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / "processor")
+    _write_json(folder / "processor" / "preprocessor_config.json", configs.IMAGE_PROCESSOR)
+    _write_json(folder / "processor" / "video_preprocessor_config.json", configs.VIDEO_PROCESSOR)
+
+    MiniMaxH3Scheduler(shift=12.0).save_pretrained(folder / "scheduler")
+    MiniMaxH3Scheduler(shift=3.0).save_pretrained(folder / "audio_scheduler")
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # diffusers' audio VAE uses the old weight_norm
+        transformer = MiniMaxH3Transformer3DModel(**configs.TRANSFORMER)
+        vae = AutoencoderKLMiniMaxH3(**configs.VAE)
+        audio_vae = AutoencoderKLMiniMaxH3Audio(**configs.AUDIO_VAE)
+        conditioner = Qwen3VLForConditionalGeneration(_conditioner_config(tokenizer))
+    weights.init_transformer(transformer)
+    weights.init_vae(vae)
+    weights.init_audio_vae(audio_vae)
+    weights.init_conditioner(conditioner)
+    for model in (transformer, vae, audio_vae, conditioner):
+        _round(model)
+    transformer.save_pretrained(folder / "transformer")
+    vae.save_pretrained(folder / "vae")
+    audio_vae.save_pretrained(folder / "audio_vae")
+    _save_conditioner(conditioner, folder / "text_encoder")
+
+    _write_json(folder / "modular_model_index.json", _index())
 
 
-def _conditioner(tokenizer) -> Qwen3VLForConditionalGeneration:
+def _conditioner_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     ids = tokenizer.convert_tokens_to_ids
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
+        architectures=["Qwen3VLForConditionalGeneration"],
+        dtype="bfloat16",
         text_config=configs.CONDITIONER_TEXT,
         vision_config=configs.CONDITIONER_VISION,
         image_token_id=ids("<|image_pad|>"),
@@ -37,64 +67,45 @@ def _conditioner(tokenizer) -> Qwen3VLForConditionalGeneration:
         vision_start_token_id=ids("<|vision_start|>"),
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
-        dtype=torch.bfloat16,
     )
-    model = Qwen3VLForConditionalGeneration(config)
-    weights.init_conditioner(model)
-    return model.to(torch.bfloat16)
 
 
-def _index() -> dict:
-    """modular_model_index.json: every component in its folder, both partitions in `transformer`."""
-    entries = {}
-    for spec in MiniMaxH3Blocks().expected_components:
-        if spec.default_creation_method != "from_pretrained":
-            continue
-        library, name = spec.type_hint.__module__.split(".")[0], spec.type_hint.__name__
-        location = {
-            "type_hint": [library, name],
-            "pretrained_model_name_or_path": None,
-            "subfolder": "transformer" if spec.name == "transformer_ref" else spec.name,
-            "variant": None,
-            "revision": None,
-        }
-        entries[spec.name] = [library, name, location]
-    return {
-        "_blocks_class_name": "MiniMaxH3Blocks",
+def _round(model: nn.Module) -> None:
+    """Cast to bfloat16 all but what diffusers keeps in float32, named by components of the path."""
+    islands = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if islands.isdisjoint(name.split(".")):
+            tensor.data = tensor.data.to(torch.bfloat16)
+
+
+def _save_conditioner(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:
+    """Save in transformers' layout; its own `save_pretrained` draws a progress bar for a second's work."""
+    model.config.save_pretrained(folder)
+    tensors = model.state_dict()
+    del tensors["lm_head.weight"]  # tied to the embedding
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _index() -> dict[str, Any]:
+    """Return the content of modular_model_index.json: one folder per component, one for both partitions."""
+    index: dict[str, Any] = {
         "_class_name": "MiniMaxH3ModularPipeline",
+        "_blocks_class_name": "MiniMaxH3Blocks",
         **configs.INDEX,
-        **dict(sorted(entries.items())),
     }
+    for spec in MiniMaxH3Blocks().expected_components:
+        if spec.default_creation_method == "from_pretrained":
+            type_hint = [spec.type_hint.__module__.partition(".")[0], spec.type_hint.__name__]
+            location = {
+                "type_hint": type_hint,
+                "pretrained_model_name_or_path": None,  # beside this file
+                "subfolder": "transformer" if spec.name == "transformer_ref" else spec.name,
+                "variant": None,
+                "revision": None,
+            }
+            index[spec.name] = [*type_hint, location]
+    return index
 
 
-def build(folder: Path) -> None:
-    """Write every component into `folder`, the index last.
-
-    Args:
-        folder: An empty folder.
-    """
-    tokenizer = build_tokenizer()
-    with torch.random.fork_rng(devices=[]):  # constructors draw numbers that are overwritten
-        transformer = MiniMaxH3Transformer3DModel(**configs.TRANSFORMER)
-        vae = AutoencoderKLMiniMaxH3(**configs.VAE)
-        audio_vae = AutoencoderKLMiniMaxH3Audio(**configs.AUDIO_VAE)
-        text_encoder = _conditioner(tokenizer)
-    weights.init_transformer(transformer)
-    weights.init_vae(vae)
-    weights.init_audio_vae(audio_vae)
-
-    for name, model in (("transformer", transformer), ("vae", vae), ("audio_vae", audio_vae)):
-        _store_dtypes(model).save_pretrained(folder / name)
-    text_encoder.save_pretrained(folder / "text_encoder")
-    MiniMaxH3Scheduler(shift=12.0).save_pretrained(folder / "scheduler")
-    MiniMaxH3Scheduler(shift=3.0).save_pretrained(folder / "audio_scheduler")
-
-    tokenizer.save_pretrained(folder / "tokenizer")
-    tokenizer.save_pretrained(folder / "processor")
-    _write_json(folder / "processor" / "preprocessor_config.json", configs.IMAGE_PROCESSOR)
-    _write_json(folder / "processor" / "video_preprocessor_config.json", configs.VIDEO_PROCESSOR)
-    _write_json(folder / "modular_model_index.json", _index())
-
-
-def _write_json(path: Path, value: dict) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -1,41 +1,50 @@
 """The demo model's own byte-level BPE tokenizer: any Unicode text encodes, nothing is downloaded."""
 
 import json
-from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
 
 from solgen.presets.demo.configs import CONTEXT_LENGTH, SPECIAL_TOKENS, VOCAB_SIZE
 
-if TYPE_CHECKING:
-    from transformers import Qwen2Tokenizer
-
 # What prompts of this model are made of: merges learnt here keep a typical prompt near one token per word.
 _CORPUS = """
-integrated_multimodal_description: [Shot 1] At 00:00.000, a wide shot of the sea at sunset, waves rolling onto the shore.
-[Shot 2] At 00:04.500, the camera slowly pans left and moves forward, following a young woman walking through the forest.
-[Shot 3] At 00:02.250, a close-up of the face of an old man who smiles, turns to the camera and speaks in a calm voice.
-overall_soundscape: wind in the trees, birds singing, water flowing, footsteps, a crowd talking and distant traffic noise.
-non_diegetic_music: soft piano and strings, a slow melody, gentle drums, no music at all, an upbeat electronic track.
-<d>[English] Hello there, what are you doing here today?</d> <d>[Chinese] ...</d> <d>[Spanish] ...</d> <d>[French] ...</d>
-<Picture 1>: <Picture 2>: <Video 1>: <Audio 1>: <Subject 1> <0.2 seconds><1.2 seconds><2.2 seconds><3.2 seconds>
-A red fox runs across the snow. A black cat sits by the window while rain falls. A dog plays with a ball on green grass.
+integrated_multimodal_description: [Shot 1] At 00:00.000, a wide shot of the sea at sunset, waves rolling
+onto the shore.
+[Shot 2] At 00:04.500, the camera slowly pans left and moves forward, following a young woman walking
+through the forest.
+[Shot 3] At 00:02.250, a close-up of the face of an old man who smiles, turns to the camera and speaks in a
+calm voice.
+overall_soundscape: wind in the trees, birds singing, water flowing, footsteps, a crowd talking and distant
+traffic noise.
+non_diegetic_music: soft piano and strings, a slow melody, gentle drums, no music at all, an upbeat
+electronic track.
+<d>[English] Hello there, what are you doing here today?</d> <d>[Chinese] ...</d> <d>[Spanish] ...</d>
+<d>[French] ...</d>
+<Picture 1>: <Picture 2>: <Video 1>: <Audio 1>: <Subject 1> <0.2 seconds><1.2 seconds><2.2 seconds><3.2
+seconds>
+A red fox runs across the snow. A black cat sits by the window while rain falls. A dog plays with a ball on
+green grass.
 The city street at night, neon lights reflected on wet asphalt, cars driving past, people holding umbrellas.
-A chef cuts vegetables in a bright kitchen. A musician plays the guitar on stage, the audience claps and cheers.
-Children laugh and run along the beach under a blue sky with white clouds. Mountains, rivers, fields, bridges, houses.
-Cinematic lighting, shallow depth of field, high detail, realistic style, animation, black and white, slow motion,
-low angle, medium shot, handheld camera, aerial view, time lapse, zoom in, zoom out, static camera, tracking shot.
-The scene begins with, then, after that, as the, in the background, in the foreground, on the left, on the right, from.
+A chef cuts vegetables in a bright kitchen. A musician plays the guitar on stage, the audience claps and
+cheers.
+Children laugh and run along the beach under a blue sky with white clouds. Mountains, rivers, fields,
+bridges, houses.
+Cinematic lighting, shallow depth of field, high detail, realistic style, animation, black and white, slow
+motion,
+low angle, medium shot, handheld camera, aerial view, time lapse, zoom in, zoom out, static camera, tracking
+shot.
+The scene begins with, then, after that, as the, in the background, in the foreground, on the left, on the
+right, from.
 """
 
 
-def build_tokenizer() -> "Qwen2Tokenizer":
+def build_tokenizer() -> Qwen2Tokenizer:
     """Learn the vocabulary and return it as the class that diffusers' index names.
 
     Returns:
         A tokenizer of `VOCAB_SIZE` ids: 256 bytes, merges learnt from the text above, then `SPECIAL_TOKENS`.
     """
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
-
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(

@@ -8,14 +8,16 @@ import math
 from fnmatch import fnmatchcase
 
 import torch
+from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
 from torch import Tensor, nn
+from transformers import Qwen3VLForConditionalGeneration
 
 from solgen.presets.demo.configs import SEED
 
 
 @torch.no_grad()
-def init_transformer(model: nn.Module) -> None:
-    """Fill a `MiniMaxH3Transformer3DModel` so that it denoises towards a local average of the noise it is given.
+def init_transformer(model: MiniMaxH3Transformer3DModel) -> None:
+    """Make the transformer denoise towards a local average of the noise that it is given.
 
     A direction shared by all rows, which queries and keys see alike and values do not see, lets the rotary
     embedding favour rows that are near in (t, h, w), as in a trained model. The heads subtract the noise.
@@ -25,35 +27,45 @@ def init_transformer(model: nn.Module) -> None:
     direction = shared / shared.norm()
     locality = _locality(model.config.attention_head_dim, model.config.rope_freq_dim)
     for block in model.transformer_blocks:
-        bias = block.adaln_proj.linear.bias.view(3, 6, -1)  # modality, [shift, scale, gate] x [attention, FFN]
+        bias = block.adaln_proj.linear.bias.view(3, 6, -1)  # modality; shift, scale, gate of attention, FFN
         bias[:, 0] = 2.5 * shared
         bias[:, 2] = 0.5
         bias[:, 5] = 0.2
         query, key, value = (getattr(block.attn, name).weight for name in ("to_q", "to_k", "to_v"))
-        key.add_(torch.outer((query - key) @ direction, direction))
-        value.sub_(torch.outer(value @ direction, direction))
+        key.add_(_along(query - key, direction))
+        value.sub_(_along(value, direction))
         block.attn.norm_q.weight.copy_(locality)
         block.attn.norm_k.weight.copy_(locality)
     for entry, head in ((model.proj_in, model.proj_out), (model.audio_proj_in, model.audio_proj_out)):
-        columns = torch.linalg.qr(entry.weight).Q  # orthonormal, so the transpose undoes it
-        entry.weight.copy_(columns)
-        head.weight.sub_(1.3 * columns.T)
+        entry.weight.copy_(_cosines(*entry.weight.shape))
+        head.weight.sub_(1.3 * entry.weight.T)
+
+
+def _along(rows: Tensor, direction: Tensor) -> Tensor:
+    """Part of every row along a unit vector, without a matrix product, which rounds by number of threads."""
+    return (rows * direction).sum(-1, keepdim=True) * direction
+
+
+def _cosines(size: int, count: int) -> Tensor:
+    """Orthonormal columns of a cosine transform, [size, count]; the transpose undoes them."""
+    phase = (torch.arange(size)[:, None] + 0.5) * torch.arange(1, count + 1)
+    return torch.cos(phase * torch.pi / size) * math.sqrt(2 / size)
 
 
 def _locality(head_dim: int, num_frequencies: int) -> Tensor:
-    """Gain of every query and key channel, [head_dim]: rotary periods of 10 to 200 units matter most.
+    """Gain of every query and key channel, [head_dim]: rotary periods of 35 to 200 units matter most.
 
-    A frame has 32 units along its edge, and 40 pass in a second.
+    For comparison, a square frame is 32 units wide and a second is 40 units long.
     """
-    octave = torch.arange(num_frequencies)
-    band = torch.where((octave >= 3) & (octave <= 6), 2.5, 0.2)
+    index = torch.arange(num_frequencies)
+    band = torch.where((index >= 3) & (index <= 6), 2.5, 0.2)
     return torch.cat([band.repeat(6), torch.full((head_dim - 6 * num_frequencies,), 0.2)])
 
 
 @torch.no_grad()
-def init_vae(model: nn.Module) -> None:
-    """Fill an `AutoencoderKLMiniMaxH3`: a nearly noiseless posterior, and pixels from smooth patterns."""
-    _fill(model, {"encoder.*.conv2.weight": 0.3})
+def init_vae(model: AutoencoderKLMiniMaxH3) -> None:
+    """Give the video VAE a nearly noiseless posterior and smooth patterns as pixels."""
+    _fill(model, {"encoder.*.conv2.weight": 0.3, "quant_conv.weight": 2.5})
     channels = model.config.latent_channels
     model.quant_conv.weight[channels:] = 0.0
     model.quant_conv.bias[channels:] = -6.0  # log variance
@@ -66,8 +78,8 @@ def init_vae(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def init_audio_vae(model: nn.Module) -> None:
-    """Fill an `AutoencoderKLMiniMaxH3Audio`: unit gain along the trunk, quiet branches, sound at about -20 dBFS."""
+def init_audio_vae(model: AutoencoderKLMiniMaxH3Audio) -> None:
+    """Give the audio VAE unit gain along its trunk, quiet branches and sound at about -20 dBFS."""
     _fill(model)
     for name, parameter in model.named_parameters():
         if name.endswith("weight_g"):
@@ -81,8 +93,8 @@ def init_audio_vae(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def init_conditioner(model: nn.Module) -> None:
-    """Fill a `Qwen3VLForConditionalGeneration`; quiet branches keep 51 residual layers in range."""
+def init_conditioner(model: Qwen3VLForConditionalGeneration) -> None:
+    """Keep 51 residual layers in range by quiet branches."""
     _fill(model, {"*.o_proj.weight": 0.3, "*.down_proj.weight": 0.3, "*embed_tokens.weight": math.sqrt(32)})
 
 
@@ -93,7 +105,7 @@ def _normal(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _fill(model: nn.Module, gains: dict[str, float] | None = None) -> None:
-    """Give matrices and kernels variance gain^2 / fan in and zero the biases; other vectors keep their values.
+    """Give matrices and kernels variance gain^2 / fan in, zero the biases, leave other vectors as they are.
 
     Args:
         gains: Gain by pattern of the parameter's name; the first match counts, 1 without one.
@@ -113,5 +125,5 @@ def _waves(count: int, shape: tuple[int, int, int, int]) -> Tensor:
     frequency = 0.1 * _normal("wave/frequency", (count, 3))
     phase = torch.pi * _normal("wave/phase", (count, 1, 1, 1))
     grid = torch.stack(torch.meshgrid(*(torch.arange(size) / size for size in extent), indexing="ij"), -1)
-    angle = 2 * torch.pi * torch.einsum("nd,thwd->nthw", frequency, grid) + phase
+    angle = 2 * torch.pi * (frequency[:, None, None, None] * grid).sum(-1) + phase
     return colour * angle.cos()[:, None] / math.sqrt(count)

@@ -113,7 +113,6 @@ def test_flat_colours_survive(tmp_path: Path, color: tuple[int, int, int]) -> No
 
 
 def test_a_grey_ramp_survives(tmp_path: Path) -> None:
-    ramp = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (FRAMES, SIDE, 256, 1))
     ramp = np.repeat(np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None], (FRAMES, SIDE, 256, 1)), 3, -1)
     write(tmp_path / "x.mp4", frames=[ramp], width=256)
     frames, _ = read_video(tmp_path / "x.mp4")
@@ -135,7 +134,7 @@ def test_chroma_sits_where_players_expect_it(tmp_path: Path, ffmpeg: Ffmpeg) -> 
     write(tmp_path / "x.mp4", frames=[frames])
     stored = decoded(ffmpeg, tmp_path / "x.mp4", "-map", "0:v", "-frames:v", "1", "-f", "rawvideo")
     blue = np.frombuffer(stored, np.uint8)[SIDE * SIDE :][: SIDE * SIDE // 4].reshape(SIDE // 2, SIDE // 2)
-    # Sample 15 lies on column 30: three quarters red and one quarter blue; centred between 30 and 31 it is half.
+    # Sample 15 lies on column 30, which is three quarters red, a quarter blue; between 30 and 31 it is half.
     assert abs(int(blue[16, 15]) - (0.75 * 102 + 0.25 * 240)) < 12
 
 

@@ -1,0 +1,82 @@
+"""Broken weight files are named before anything loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from solgen.engine.shards import check_weights, read_header
+from solgen.errors import InputError
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Two shards and their index."""
+    tensors = {"a.weight": torch.ones(300), "b.weight": torch.zeros(20, 30)}
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        save_file({name: tensor}, tmp_path / f"model-{number}-of-2.safetensors")
+    weight_map = {name: f"model-{number}-of-2.safetensors" for number, name in enumerate(tensors, 1)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_sound_shards_pass_and_their_digest_follows_the_headers(sharded: Path) -> None:
+    digest = check_weights(sharded)
+    assert check_weights(sharded) == digest
+    save_file({"b.weight": torch.zeros(30, 20)}, sharded / "model-2-of-2.safetensors")
+    assert check_weights(sharded) != digest
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert len(check_weights(tmp_path)) == 64
+    assert read_header(tmp_path / "model.safetensors")["x"]["dtype"] == "BF16"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+BREAKAGES = {
+    "cut": (cut, r"bytes, its header promises [\d,]+; download it again"),
+    "too long": (grow, "its header promises"),
+    "missing": (Path.unlink, "cannot read .*No such file"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
+    "git-lfs": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git-lfs pointer"),
+    "header cut": (lambda path: path.write_bytes(path.read_bytes()[:20]), "its header alone needs"),
+    "text": (lambda path: path.write_text("hello world, not weights"), "not a safetensors file"),
+    "zeros": (lambda path: path.write_bytes(bytes(4096)), "not a safetensors file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BREAKAGES)
+def test_a_broken_shard_is_named(kind: str, sharded: Path) -> None:
+    breakage, message = BREAKAGES[kind]
+    breakage(sharded / "model-2-of-2.safetensors")
+    with pytest.raises(InputError, match=message) as error:
+        check_weights(sharded)
+    assert "model-2-of-2.safetensors" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_index_that_names_a_missing_tensor(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"c.weight": "model-1-of-2.safetensors"}}))
+    with pytest.raises(InputError, match=r"model-1-of-2.safetensors lacks tensor 'c.weight'"):
+        check_weights(sharded)
+
+
+def test_a_broken_index_and_an_empty_folder(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(InputError, match="not a shard index"):
+        check_weights(sharded)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(InputError, match=r"holds no \*.safetensors file"):
+        check_weights(tmp_path / "nothing")

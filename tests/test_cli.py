@@ -1,0 +1,243 @@
+"""What a user types and sees: help, errors in one line, exit codes, nothing written."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.main import get_command
+
+from solgen import __version__
+from solgen.__main__ import FOREIGN_OPTIONS, main
+from solgen.cli import app
+from solgen.presets.demo import demo_model_path
+
+HEAVY = ("torch", "diffusers", "transformers", "triton", "numpy")
+
+
+def solgen(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return stop.value.code
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run `solgen generate` and return the one error line; asserts exit code and an untouched folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 2, command: str = "generate") -> str:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert solgen(command, *arguments) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        return err
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], ["presets", "list"]])
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
+    program = (
+        "import sys\nfrom solgen.__main__ import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as stop:\n    assert stop.code == 0\n"
+        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.rstrip().endswith("HEAVY []")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert solgen("--version") == 0
+    assert capsys.readouterr().out == f"solgen {__version__}\n"
+
+
+def test_every_option_is_explained() -> None:
+    for name, command in get_command(app).commands.items():
+        for parameter in getattr(command, "params", []):
+            if parameter.name != "help" and parameter.opts[0].startswith("-"):
+                assert parameter.help, f"solgen {name} {parameter.opts}"
+
+
+def test_presets_show_prints_what_json_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert solgen("presets", "show", "1080p15", "--json") == 0
+    table = json.loads(capsys.readouterr().out)
+    assert (table["canvas"], table["output"]["crop"]) == ({"width": 1920, "height": 1088, "num_frames": 362}, 1080)
+    assert solgen("presets", "show", "1080p15") == 0
+    assert "attention.epsilon = 0.2127\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", sorted(FOREIGN_OPTIONS))
+def test_options_of_other_tools_name_ours(option: str, refused) -> None:
+    ours = FOREIGN_OPTIONS[option].split()[0]
+    assert ours in refused(option, "1")
+    assert any(ours in parameter.opts for parameter in get_command(app).commands["generate"].params)
+
+
+DEMO = ("--preset", "demo", "-p", "a ball")
+
+BAD = {
+    "no prompt": (["--preset", "demo"], "no prompt"),
+    "empty prompt": (["--preset", "demo", "-p", ""], "the prompt is empty"),
+    "blank prompt": (["--preset", "demo", "-p", " \n\t"], "the prompt is empty"),
+    "long prompt": (["--preset", "demo", "-p", "x" * 7001], "7,001 characters; the limit is 7,000"),
+    "both prompts": ([*DEMO, "--prompt-file", "p.txt"], "--prompt and --prompt-file"),
+    "missing prompt file": (["--preset", "demo", "--prompt-file", "p.txt"], "cannot read --prompt-file p.txt"),
+    "width": ([*DEMO, "--width", "300"], "width 300 is not a multiple of 32; use 288 or 320"),
+    "height": ([*DEMO, "--height", "1000"], "height 1000 is not a multiple of 32; use 992 or 1024"),
+    "aspect": ([*DEMO, "--width", "1280", "--height", "256"], "1:4 to 4:1"),
+    "frames": ([*DEMO, "--num-frames", "130"], "the nearest are 124 or 141"),
+    "few frames": ([*DEMO, "--num-frames", "107"], "124"),
+    "many frames": ([*DEMO, "--num-frames", "379"], "345 or 362"),
+    "short": ([*DEMO, "--seconds", "4.9"], "outside 5 to 15.1"),
+    "long": ([*DEMO, "--seconds", "15.2"], "outside 5 to 15.1"),
+    "both lengths": ([*DEMO, "--seconds", "5", "--num-frames", "124"], "give one"),
+    "missing image": ([*DEMO, "--image", "a.png"], "cannot read image 'a.png'"),
+    "missing reference": ([*DEMO, "--reference", "video:a.mp4"], "a.mp4"),
+    "reference form": ([*DEMO, "--reference", "a.png"], "expected TYPE:PATH"),
+    "sound alone": ([*DEMO, "--reference", "audio:a.wav"], "sound cannot be the only reference"),
+    "image and reference": ([*DEMO, "--image", "a.png", "--reference", "image:b.png"], "different tasks"),
+    "task without media": ([*DEMO, "--task", "fl2va"], "takes --image or --last-image"),
+    "unknown task": ([*DEMO, "--task", "i2v"], "unknown task 'i2v'"),
+    "unknown preset": (["--preset", "1080p", "-p", "x"], "did you mean '1080p15'?"),
+    "unknown key": ([*DEMO, "--set", "attention.epsilom=1"], "did you mean 'attention.epsilon'?"),
+    "bad value": ([*DEMO, "--set", "attention.offset=9"], "attention.offset"),
+    "bad set": ([*DEMO, "--set", "attention"], "expected table.key=value"),
+    "unknown backend": ([*DEMO, "--attention", "flash"], "'sol-attn2' or 'dense'"),
+    "two thresholds": ([*DEMO, "--epsilon", "0.5", "--density", "0.1"], "give one"),
+    "density": ([*DEMO, "--density", "1.5"], "attention.density"),
+    "steps": ([*DEMO, "--steps", "0"], "sampler.steps"),
+    "no such folder": ([*DEMO, "-o", "nowhere/clip.mp4"], "output folder nowhere does not exist"),
+    "suffix": ([*DEMO, "-o", "clip.mov"], "ending in .mp4"),
+    "text preset with image": (["--preset", "5s", "-p", "x", "--image", "a.png"], "hyperflow-5s"),
+    "outputs": ([*DEMO, "--num-outputs", "0"], "expected 1 or more"),
+    "no such model": ([*DEMO, "--model", "./nowhere"], "no such folder"),
+    "blocks that do not exist": ([*DEMO, "--set", "attention.dense_blocks=x"], "attention.dense_blocks"),
+    "not an option": (["--frobnicate"], "--frobnicate"),
+    "not a number": ([*DEMO, "--steps", "four"], "'--steps': Input should be a valid integer"),
+    "config": ([*DEMO, "--config", "missing.toml"], "cannot read missing.toml"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_one_line(case: str, refused) -> None:
+    arguments, expected = BAD[case]
+    assert expected in refused(*arguments)
+
+
+def test_refusals_come_fast_and_load_no_weights(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom solgen.__main__ import main\n"
+        "try:\n    main(['generate', '--preset', 'demo', '-p', 'x', '--width', '300'])\n"
+        "except SystemExit as stop:\n    assert stop.code == 2\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.png", b""), ("a.png", b"not a picture"), ("a.jpg", b"\xff\xd8\xff\xe0broken")],
+    ids=["empty", "text", "cut"],
+)
+def test_undecodable_keyframes_are_refused(name: str, content: bytes, tmp_path: Path, refused) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert f"cannot read image '{name}'" in refused(*DEMO, "--image", name)
+
+
+def test_too_many_references_are_refused(refused) -> None:
+    ten = [part for _ in range(10) for part in ("--reference", "image:a.png")]
+    assert "10 image references; the limit is 9" in refused(*DEMO, *ten)
+    four = [part for _ in range(4) for part in ("--reference", "audio:a.wav")]
+    assert "4 audio references; the limit is 3" in refused(*DEMO, "--reference", "image:a.png", *four)
+
+
+def test_existing_files_are_refused_and_kept(tmp_path: Path, refused) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"mine")
+    assert "clip.mp4 exists" in refused(*DEMO, "-o", "clip.mp4")
+    (tmp_path / "other.json").write_text("{}")
+    assert "other.json exists" in refused(*DEMO, "-o", "other.mp4")
+
+
+def test_an_unwritable_folder_is_refused(tmp_path: Path, refused) -> None:
+    # /proc is read-only even for root, whom permission bits do not stop.
+    assert "cannot write to output folder /proc" in refused(*DEMO, "-o", "/proc/clip.mp4")
+
+
+def test_prompt_files_that_cannot_be_read_are_refused(tmp_path: Path, refused) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in refused("--preset", "demo", "--prompt-file", "latin.txt")
+    (tmp_path / "empty.txt").write_text("\n \r\n")
+    assert "holds no prompt" in refused("--preset", "demo", "--prompt-file", "empty.txt")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "colour": "red"}\n')
+    assert "line 2: unknown key 'colour'" in refused("--preset", "demo", "--prompt-file", "rows.jsonl")
+    (tmp_path / "types.jsonl").write_text('{"prompt": "a", "steps": "many"}\n')
+    assert "line 1: steps" in refused("--preset", "demo", "--prompt-file", "types.jsonl")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("preset", ["5s", "base-5s", "hyperflow-1080p15"])
+def test_a_gpu_preset_without_a_gpu_says_so(preset: str, refused) -> None:
+    assert "no CUDA GPU found" in (line := refused("--preset", preset, "-p", "x", code=1))
+    assert "--preset demo" in line
+
+
+def test_a_preset_whose_adapter_cannot_be_loaded_is_refused(refused) -> None:
+    adapter = ["--set", "adapter.repo=somebody/adapter", "--set", "adapter.file=a.safetensors"]
+    assert "somebody/adapter" in refused(*DEMO, *adapter)
+
+
+def test_a_prompt_beyond_the_conditioners_context_is_counted_and_refused(refused, tmp_path: Path) -> None:
+    """The limit is the model's own, read from its files before its weights are."""
+    model = shutil.copytree(demo_model_path(), tmp_path / "model")
+    path = model / "text_encoder" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["max_position_embeddings"] = 3
+    path.write_text(json.dumps(config))
+    line = refused("--preset", "demo", "--model", str(model), "-p", "one two three four five six seven eight nine")
+    assert "reads 3. Shorten it" in line
+
+
+def test_odd_prompts_never_reach_a_file_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from solgen.engine.batch import plan_jobs
+    from solgen.engine.request import Options
+
+    monkeypatch.chdir(tmp_path)
+    for prompt in ("汉" * 120, "🎈🎈", "a/b\nc", "-rf ..", "x" * 7000):
+        (job,) = plan_jobs(
+            Options(prompt=prompt, preset="demo"),
+            prompt_file=None,
+            num_outputs=1,
+            seed=5,
+            overwrite=False,
+            resume=False,
+        )
+        assert job.output == Path("solgen-demo-5.mp4")
+        assert job.request.prompt == prompt
+
+
+def test_start_up_imports_little() -> None:
+    program = "import json, sys, solgen.cli; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"pydantic", "PIL", "imageio_ffmpeg", "huggingface_hub"} & set(json.loads(result.stdout))
+
+
+def test_keyframes_choose_the_canvas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from solgen.engine.request import Options, resolve
+
+    picture = tmp_path / "tall.png"
+    Image.fromarray(np.zeros((320, 180, 3), dtype=np.uint8)).save(picture)
+    request = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture)), seed=0)
+    assert (request.preset.canvas.width, request.preset.canvas.height) == (736, 1312)
+    assert request.notes == ("canvas 736x1312 from tall.png (180x320)",)
+    fixed = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture), width=768, height=768), seed=0)
+    assert (fixed.preset.canvas.width, fixed.preset.canvas.height) == (768, 768)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from diffusers.models.transformers.transformer_minimax_h3 import (
@@ -53,7 +54,7 @@ class AttentionRun:
         return cls(settings, config, video_rows)
 
     @property
-    def impl(self) -> str | None:
+    def impl(self) -> Literal["reference", "triton", "gluon"] | None:
         """Implementation asked for, None to take the fastest."""
         return None if self.settings.impl == "auto" else self.settings.impl
 

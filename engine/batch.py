@@ -87,7 +87,9 @@ def _rows(path: Path, options: Options) -> Iterator[Options]:
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise InputError(f'{path} line {number}: expected an object with "prompt"')
         if unknown := set(row) - OVERRIDES:
-            raise InputError(f"{path} line {number}: unknown key {min(unknown)!r}; known: {', '.join(sorted(OVERRIDES))}")
+            raise InputError(
+                f"{path} line {number}: unknown key {min(unknown)!r}; known: {', '.join(sorted(OVERRIDES))}"
+            )
         given = options_from(row, f"{path} line {number}")
         yield dataclasses.replace(options, **{key: getattr(given, key) for key in row})
 
@@ -115,7 +117,9 @@ def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{output.stem[:60]}"):
             pass
     except OSError as error:
-        raise InputError(f"cannot write to output folder {folder}: {error.strerror}; choose another --output") from error
+        raise InputError(
+            f"cannot write to output folder {folder}: {error.strerror}; choose another --output"
+        ) from error
     if overwrite or resume:
         return
     for path in (output, output.with_suffix(".json")):

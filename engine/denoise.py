@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import (
     BlockState,
     LoopSequentialPipelineBlocks,
@@ -26,7 +27,7 @@ def denoise(
     pipeline: H3Pipeline,
     loop: LoopSequentialPipelineBlocks,
     state: PipelineState,
-    transformer: torch.nn.Module,
+    transformer: MiniMaxH3Transformer3DModel,
     run: AttentionRun,
     on_step: StepHook,
 ) -> None:
@@ -84,7 +85,7 @@ def _first_bad_block(
     pipeline: H3Pipeline,
     loop: LoopSequentialPipelineBlocks,
     block_state: BlockState,
-    transformer: torch.nn.Module,
+    transformer: MiniMaxH3Transformer3DModel,
     index: int,
 ) -> int | None:
     """Repeat a failed call with a check behind every block; None if the transformer is not to blame."""

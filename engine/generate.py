@@ -28,6 +28,7 @@ from solgen.engine.schedule import sigma_schedules
 from solgen.engine.sidecar import is_finished, latents_digest, request_record, write_sidecar
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError, SolgenError
+from solgen.parallel.world import World
 from solgen.presets.schema import FPS, Preset
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
@@ -96,7 +97,7 @@ def generate(
     for clip in clips:
         encode(pipeline, clip)
     # On a GPU the conditioner's memory is needed by the activations of the denoiser.
-    pipeline.update_components(text_encoder=None)
+    pipeline.unload_components("text_encoder")
     records = []
     for clip in clips:
         with around_denoise or nullcontext():
@@ -114,6 +115,7 @@ def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
     Raises:
         SolgenError: one line.
     """
+    World.from_environment().require_one()
     for job in jobs:
         request = job.request
         for path in filter(None, (request.image, request.last_image)):

@@ -166,7 +166,9 @@ def _download(model: Model, task: Task) -> Path:
             f"{name} is gated; accept its licence at https://huggingface.co/{name} and run hf auth login"
         ) from error
     except RepositoryNotFoundError as error:
-        raise InputError(f"no model {name} on the Hub, or it is private; check the name or run hf auth login") from error
+        raise InputError(
+            f"no model {name} on the Hub, or it is private; check the name or run hf auth login"
+        ) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise SetupError(
             f"{name} is not complete in the Hub cache and the Hub cannot be reached; "

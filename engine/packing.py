@@ -57,7 +57,7 @@ def cube_order(frames: int, height: int, width: int) -> np.ndarray:
 
 def _slab_order(slab: np.ndarray) -> np.ndarray:
     """Walk a slab of thickness 0 to 3 in strips whose cross-section makes 64 rows nearly a square box."""
-    thickness, rows, columns = slab.shape
+    thickness, rows, _ = slab.shape
     if slab.size == 0:
         return slab.reshape(-1)
     strips = np.array_split(slab, max(1, round(rows / (64 / thickness) ** 0.5)), axis=1)

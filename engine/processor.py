@@ -148,9 +148,7 @@ class H3VideoProcessor:
             per_frame = min(self.max_video_tokens * factor**2, most // num_frames)
             most = max(per_frame, int(least * 1.05)) * num_frames
         new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-        pixels = (
-            round(num_frames / self.temporal_patch_size) * self.temporal_patch_size * new_height * new_width
-        )
+        pixels = round(num_frames / self.temporal_patch_size) * self.temporal_patch_size * new_height * new_width
         if pixels > most:
             shrink = math.sqrt(num_frames * height * width / most)
             new_height = max(factor, math.floor(height / shrink / factor) * factor)

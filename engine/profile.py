@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
@@ -21,8 +22,7 @@ from solgen.engine.request import Request
 from solgen.engine.stages import Listener, Stages
 
 EDGES = (
-    "rope proj_in audio_proj_in context_embedder time_proj time_embedder token_refiner "
-    "norm_out proj_out audio_proj_out"
+    "rope proj_in audio_proj_in context_embedder time_proj time_embedder token_refiner norm_out proj_out audio_proj_out"
 ).split()
 """Modules of the transformer outside its blocks."""
 
@@ -34,7 +34,7 @@ class ModuleClock:
     subtracted by the reader.
     """
 
-    def __init__(self, transformer: nn.Module, device: torch.device) -> None:
+    def __init__(self, transformer: MiniMaxH3Transformer3DModel, device: torch.device) -> None:
         self._device = device
         self._spans: list[list[tuple[str, Any, Any]]] = []
         self._open: dict[int, Any] = {}
@@ -94,7 +94,7 @@ class ModuleClock:
 
 
 @contextmanager
-def module_clock(transformer: nn.Module, device: torch.device) -> Iterator[ModuleClock]:
+def module_clock(transformer: MiniMaxH3Transformer3DModel, device: torch.device) -> Iterator[ModuleClock]:
     """A `ModuleClock` whose hooks are gone afterwards."""
     clock = ModuleClock(transformer, device)
     try:
@@ -125,7 +125,7 @@ def profile(request: Request, listener: Listener) -> dict[str, Any]:
         pipeline = load_pipeline(repository, request.task, device=device, dtype=model_dtype(device))
     clip = Clip(job, PipelineState(), stages)
     encode(pipeline, clip)
-    pipeline.update_components(text_encoder=None)
+    pipeline.unload_components("text_encoder")
     with module_clock(getattr(pipeline, transformer_name(request.task)), device) as clock:
         sample(pipeline, clip, lambda *_: None)
         calls = clock.calls()
@@ -179,7 +179,12 @@ def call_breakdown(calls: list[dict[str, float]], *, blocks: int) -> list[dict[s
             "modulation, residuals",
             # Block norms are in "norms" with the qk norms, which the attention module holds already.
             median(
-                (1, "block"), (-1, "attention module"), (-1, "ffn"), (-1, "adaln"), (-1, "norms"), (1, "qk norms")
+                (1, "block"),
+                (-1, "attention module"),
+                (-1, "ffn"),
+                (-1, "adaln"),
+                (-1, "norms"),
+                (1, "qk norms"),
             ),
             blocks,
         ),

@@ -164,7 +164,7 @@ def _overrides(options: Options, notes: list[str]) -> dict[str, Any]:
         attention |= {"epsilon": options.epsilon, "density": "off", "top_k": "off"}
     if options.density is not None:
         attention |= {"density": options.density, "top_k": "off"}
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "canvas": canvas,
         "sampler": {"steps": options.steps},
         "model": {"source": options.model},

@@ -50,7 +50,9 @@ def write_sidecar(path: Path, record: dict[str, Any]) -> None:
 def is_finished(output: Path, sidecar: Path, request: Request) -> bool:
     """Whether a clip of exactly this request lies there, so that `--resume` may skip it."""
     try:
-        return output.is_file() and json.loads(sidecar.read_text(encoding="utf-8"))["request"] == request_record(request)
+        return output.is_file() and json.loads(sidecar.read_text(encoding="utf-8"))["request"] == request_record(
+            request
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

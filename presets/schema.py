@@ -6,6 +6,7 @@ Precedence (highest first): command line, config file, preset file, the defaults
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -116,7 +117,7 @@ class Sampler(Table):
                 continue
             if len(levels) != self.steps + 1:
                 raise ValueError(f"{name} holds {len(levels)} levels; {self.steps} steps need {self.steps + 1}")
-            if levels[-1] != 0.0 or any(b >= a for a, b in zip(levels, levels[1:], strict=False)):
+            if levels[-1] != 0.0 or any(b >= a for a, b in pairwise(levels)):
                 raise ValueError(f"{name} must strictly decrease to 0")
             if levels[0] > 1.0:
                 raise ValueError(f"{name} starts at {levels[0]}, above 1")
@@ -218,7 +219,9 @@ def load_preset(name: str, *overrides: tuple[str, Mapping[str, Any]]) -> Preset:
     """
     names = preset_names()
     if name not in names:
-        raise InputError(f"unknown preset {name!r}{_nearest(name, names)}; solgen presets list shows {', '.join(names)}")
+        raise InputError(
+            f"unknown preset {name!r}{_nearest(name, names)}; solgen presets list shows {', '.join(names)}"
+        )
     path = Path(__file__).parent / f"{name}.toml"
     merged: dict[str, Any] = {}
     for origin, table in ((f"presets/{path.name}", read_table(path)), *overrides):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 FOREIGN_OPTIONS = {
     "--audio-flow-shift": "--set sampler.audio_shift=S",
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> None:
 
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments
+    if not debug:
+        _quiet_libraries()
     try:
         code = app(args=arguments, prog_name="solgen", standalone_mode=False)
     except KeyboardInterrupt:
@@ -59,6 +62,14 @@ def main(argv: list[str] | None = None) -> None:
         first = (str(error).splitlines() or [""])[0]
         _fail(f"{type(error).__name__}: {first} (a bug in solgen or its environment; --debug shows where)", 1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _quiet_libraries() -> None:
+    """Keep library chatter off the terminal, unless the user has asked for it in the environment."""
+    for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
 
 
 def _usage(error: Exception) -> str:

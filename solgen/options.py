@@ -52,5 +52,7 @@ def request_options(given: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(Options)} - {"sets", "reference"}
     fields = {name: value for name, value in given.items() if name in names}
     return Options(
-        **fields, sets=tuple(given["set_keys"] or ()), reference=tuple(given["reference"]) if given["reference"] else None
+        **fields,
+        sets=tuple(given["set_keys"] or ()),
+        reference=tuple(given["reference"]) if given["reference"] else None,
     )

@@ -70,7 +70,10 @@ def test_every_option_is_explained() -> None:
 def test_presets_show_prints_what_json_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert solgen("presets", "show", "1080p15", "--json") == 0
     table = json.loads(capsys.readouterr().out)
-    assert (table["canvas"], table["output"]["crop"]) == ({"width": 1920, "height": 1088, "num_frames": 362}, 1080)
+    assert (table["canvas"], table["output"]["crop"]) == (
+        {"width": 1920, "height": 1088, "num_frames": 362},
+        1080,
+    )
     assert solgen("presets", "show", "1080p15") == 0
     assert "attention.epsilon = 0.2127\n" in capsys.readouterr().out
 
@@ -90,7 +93,10 @@ BAD = {
     "blank prompt": (["--preset", "demo", "-p", " \n\t"], "the prompt is empty"),
     "long prompt": (["--preset", "demo", "-p", "x" * 7001], "7,001 characters; the limit is 7,000"),
     "both prompts": ([*DEMO, "--prompt-file", "p.txt"], "--prompt and --prompt-file"),
-    "missing prompt file": (["--preset", "demo", "--prompt-file", "p.txt"], "cannot read --prompt-file p.txt"),
+    "missing prompt file": (
+        ["--preset", "demo", "--prompt-file", "p.txt"],
+        "cannot read --prompt-file p.txt",
+    ),
     "width": ([*DEMO, "--width", "300"], "width 300 is not a multiple of 32; use 288 or 320"),
     "height": ([*DEMO, "--height", "1000"], "height 1000 is not a multiple of 32; use 992 or 1024"),
     "aspect": ([*DEMO, "--width", "1280", "--height", "256"], "1:4 to 4:1"),

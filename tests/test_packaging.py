@@ -87,8 +87,7 @@ def test_the_wheel_runs_outside_the_tree(distributions: Path, tmp_path: Path) ->
 def test_module_and_torchrun_start_the_command_line() -> None:
     module = run(sys.executable, "-m", "solgen", "presets", "list")
     assert module.returncode == 0
-    torchrun = run(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "solgen", "presets", "list"
-    )  # fmt: skip
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    torchrun = run(*launcher, "-m", "solgen", "presets", "list")
     assert torchrun.returncode == 0, torchrun.stderr
     assert torchrun.stdout == module.stdout

@@ -61,8 +61,16 @@ def test_a_prompt_file_with_bom_and_crlf() -> None:
 def test_jsonl_lines_override_the_command() -> None:
     Path("p.jsonl").write_text('{"prompt": "a", "seed": 3, "width": 320}\n{"prompt": "b", "steps": 2}\n')
     first, second = jobs(Options(preset="demo", width=64, height=256), prompt_file="p.jsonl")
-    assert (first.request.seed, first.request.preset.canvas.width, first.request.preset.sampler.steps) == (3, 320, 4)
-    assert (second.request.seed, second.request.preset.canvas.width, second.request.preset.sampler.steps) == (40, 64, 2)
+    assert (first.request.seed, first.request.preset.canvas.width, first.request.preset.sampler.steps) == (
+        3,
+        320,
+        4,
+    )
+    assert (second.request.seed, second.request.preset.canvas.width, second.request.preset.sampler.steps) == (
+        40,
+        64,
+        2,
+    )
 
 
 def test_one_bad_line_refuses_the_batch() -> None:
@@ -81,12 +89,18 @@ def test_seconds_round_up_and_say_so() -> None:
 
 
 def test_command_line_beats_config_beats_preset() -> None:
-    Path("c.toml").write_text('preset = "demo"\nseed = 9\nsteps = 3\nprompt = "from file"\n[attention]\nepsilon = 0.3\noffset = 5\n')
+    Path("c.toml").write_text(
+        'preset = "demo"\nseed = 9\nsteps = 3\nprompt = "from file"\n[attention]\nepsilon = 0.3\noffset = 5\n'
+    )
     request = resolve(Options(config=Path("c.toml")), seed=0)
     assert (request.prompt, request.seed, request.preset.sampler.steps) == ("from file", 9, 3)
     assert (request.preset.attention.epsilon, request.preset.attention.offset) == (0.3, 5)
     request = resolve(Options(config=Path("c.toml"), prompt="typed", epsilon=0.9, sets=("attention.offset=2",)), seed=0)
-    assert (request.prompt, request.preset.attention.epsilon, request.preset.attention.offset) == ("typed", 0.9, 2)
+    assert (request.prompt, request.preset.attention.epsilon, request.preset.attention.offset) == (
+        "typed",
+        0.9,
+        2,
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def poison(at: int):
 
 
 def test_non_finite_latents_stop_the_run_at_their_step(small_job, listener, tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"non-finite values at step 2 of 3; no video was written.*--attention dense"):
+    with pytest.raises(
+        NonFiniteError, match=r"non-finite values at step 2 of 3; no video was written.*--attention dense"
+    ):
         generate([small_job(steps=3)], listener, on_step=poison(2))
     assert list(tmp_path.iterdir()) == []
 

@@ -35,7 +35,10 @@ def test_a_repository_names_its_parts(model_copy: Path) -> None:
 
 def test_ref2va_takes_the_transformer_that_the_index_points_to(model_copy: Path) -> None:
     (model_copy / "transformer").rename(model_copy / "elsewhere")
-    edit(model_copy / "modular_model_index.json", lambda index: index["transformer_ref"][2].update(subfolder="elsewhere"))
+    edit(
+        model_copy / "modular_model_index.json",
+        lambda index: index["transformer_ref"][2].update(subfolder="elsewhere"),
+    )
     assert opened(model_copy, "ref2va").folders["transformer_ref"] == model_copy / "elsewhere"
     with pytest.raises(InputError, match="transformer is missing"):
         opened(model_copy, "t2va")
@@ -76,7 +79,9 @@ def test_only_51_layers_of_a_deeper_conditioner_are_read(model_copy: Path) -> No
 
     expected = hidden(load_conditioner(folder, device=CPU, dtype=torch.float32))
     tensors = load_file(folder / "model.safetensors")
-    more = {name.replace(".layers.50.", ".layers.51."): t.clone() for name, t in tensors.items() if ".layers.50." in name}
+    more = {
+        name.replace(".layers.50.", ".layers.51."): t.clone() for name, t in tensors.items() if ".layers.50." in name
+    }
     assert more
     save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", lambda config: config["text_config"].update(num_hidden_layers=52))
@@ -105,7 +110,12 @@ def test_offline_without_a_copy_says_so(tmp_path: Path) -> None:
         "try:\n    open_repository(Model(source='nobody/nothing'), 't2va')\n"
         "except SetupError as error:\n    print(error)\n"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
     root = Path(__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, check=True
@@ -125,10 +135,20 @@ def test_offline_with_a_cached_copy_loads_it(model_copy: Path, tmp_path: Path) -
         "from solgen.engine.loader import open_repository\nfrom solgen.presets.schema import Model\n"
         "print(open_repository(Model(source='somebody/tiny'), 't2va').path.name)"
     )
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+    }
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.stdout.strip() == "0" * 40, result.stderr
     assert issubclass(SetupError, Exception)

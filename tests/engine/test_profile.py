@@ -41,10 +41,10 @@ def test_breakdown_subtracts_nested_groups() -> None:
 
 
 def test_hooks_are_gone_afterwards() -> None:
+    from diffusers import MiniMaxH3Transformer3DModel
+
     from solgen.engine.profile import module_clock
     from solgen.presets.demo import demo_model_path
-
-    from diffusers import MiniMaxH3Transformer3DModel
 
     model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer")
     with module_clock(model, torch.device("cpu")):

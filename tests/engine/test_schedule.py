@@ -24,7 +24,17 @@ def test_adapter_positions_are_shifted_per_modality() -> None:
     assert video.tolist() == pytest.approx([0.999917, 0.972833, 0.923077, 0.8, 0.0], abs=1e-6)
     assert audio[:-1].tolist() == pytest.approx([3 * x / (1 + 2 * x) for x in (0.999, 0.749, 0.5, 0.25)], abs=1e-6)
     video, _ = sigma_schedules(load_preset("hyperflow-12s").sampler)
-    published = [1.0, 0.9939097854, 0.9842874953, 0.9660637197, 0.9230769231, 0.8349423898, 0.6968520491, 0.4687533149, 0.0]
+    published = [
+        1.0,
+        0.9939097854,
+        0.9842874953,
+        0.9660637197,
+        0.9230769231,
+        0.8349423898,
+        0.6968520491,
+        0.4687533149,
+        0.0,
+    ]
     assert video.tolist() == pytest.approx(published, abs=2e-6)
 
 

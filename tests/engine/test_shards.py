@@ -48,7 +48,7 @@ BREAKAGES = {
     "too long": (grow, "its header promises"),
     "missing": (Path.unlink, "cannot read .*No such file"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
-    "git-lfs": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "git-lfs pointer"),
+    "git-lfs": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
     "header cut": (lambda path: path.write_bytes(path.read_bytes()[:20]), "its header alone needs"),
     "text": (lambda path: path.write_text("hello world, not weights"), "not a safetensors file"),
     "zeros": (lambda path: path.write_bytes(bytes(4096)), "not a safetensors file"),

@@ -60,7 +60,9 @@ def cube(inputs):
 
 def test_dense_raster_is_stock_bit_for_bit(inputs) -> None:
     order = raster_order(500, inputs["video"])
-    for mine, stock in zip(forward(ours(order, backend="dense"), inputs, order), forward(load(), inputs, order), strict=True):
+    for mine, stock in zip(
+        forward(ours(order, backend="dense"), inputs, order), forward(load(), inputs, order), strict=True
+    ):
         assert torch.equal(mine, stock)
 
 

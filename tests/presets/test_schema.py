@@ -22,7 +22,13 @@ def test_the_shipped_presets_are_those_of_the_table() -> None:
     for name, facts in FACTS.items():
         preset = load_preset(name)
         canvas = preset.canvas
-        found = (canvas.width, canvas.height, canvas.num_frames, preset.sampler.steps, preset.attention.epsilon)
+        found = (
+            canvas.width,
+            canvas.height,
+            canvas.num_frames,
+            preset.sampler.steps,
+            preset.attention.epsilon,
+        )
         assert found == facts, name
         assert preset.description
 
@@ -45,7 +51,10 @@ def test_later_overrides_win_and_keep_the_rest() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"attention": {"epsilom": 1}}, r"flag: unknown key 'attention.epsilom'; did you mean 'attention.epsilon'\?"),
+        (
+            {"attention": {"epsilom": 1}},
+            r"flag: unknown key 'attention.epsilom'; did you mean 'attention.epsilon'\?",
+        ),
         ({"atention": {}}, "flag: unknown key 'atention'"),
         ({"attention": {"epsilon": "much"}}, "flag: attention.epsilon: .*got 'much'"),
         ({"attention": {"dense_blocks": "first"}}, "flag: attention.dense_blocks"),

@@ -221,7 +221,9 @@ def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> None:
     request, latents, output = clip.request, clip.latents, clip.job.output
     assert latents is not None
     try:
-        decode_and_write(pipeline, latents, request.preset, output, clip.stages, overwrite=overwrite)
+        decode_and_write(
+            pipeline, latents, request.preset, output, clip.stages, comment=request.prompt, overwrite=overwrite
+        )
     except (SolgenError, RuntimeError, OSError) as error:
         kept = output.with_suffix(".latents.safetensors")
         latents.save(kept, request_record(request))
@@ -229,9 +231,16 @@ def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> None:
 
 
 def decode_and_write(
-    pipeline: H3Pipeline, latents: Latents, preset: Preset, output: Path, stages: Stages, *, overwrite: bool
+    pipeline: H3Pipeline,
+    latents: Latents,
+    preset: Preset,
+    output: Path,
+    stages: Stages,
+    *,
+    comment: str,
+    overwrite: bool,
 ) -> None:
-    """Decode latents and write them as an mp4 of the preset's canvas."""
+    """Decode latents and write them as an mp4 of the preset's canvas, with `comment` in its metadata."""
     with stages.stage("decode audio"):
         audio = decode_audio(pipeline, latents.audio)
     with stages.stage("decode video"):
@@ -246,6 +255,7 @@ def decode_and_write(
             height=preset.canvas.height,
             sampling_rate=pipeline.audio_sampling_rate,
             crop_height=preset.output.crop,
+            comment=comment,
             overwrite=overwrite,
         )
 
@@ -265,7 +275,7 @@ def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool
     stages = Stages(device, listener)
     with stages.stage("load"):
         pipeline = load_decoders(repository, device=device, dtype=model_dtype(device))
-    decode_and_write(pipeline, latents, preset, output, stages, overwrite=overwrite)
+    decode_and_write(pipeline, latents, preset, output, stages, comment=request["prompt"], overwrite=overwrite)
 
 
 def record(clip: Clip, repository: Repository, device: torch.device, load_seconds: dict[str, float]) -> dict[str, Any]:

@@ -102,9 +102,7 @@ class Ffmpeg:
 
         Held once in memory: `subprocess.run` would collect pieces and join them into a second copy.
         """
-        run = _Run(
-            self.executable, ["-nostdin", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-        )
+        run = _Run(self.executable, ["-nostdin", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         pipe = run.process.stdout
         assert pipe is not None
         with run.killed_on_error():

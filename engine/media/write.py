@@ -14,8 +14,7 @@ from solgen.engine.media.ffmpeg import Ffmpeg
 from solgen.errors import InputError, SetupError, SolgenError
 
 # zscale rather than scale: in every ffmpeg from 7.0 on it puts the chroma samples where H.264 expects them.
-# Matrix and tags are set one by one: converting alone leaves the file untagged, tags alone leave the pixels
-# in BT.601, and tags given as output options read back as unknown.
+# The tags belong to the frames, hence setparams: given as output options they read back as unknown.
 _TO_BT709 = (
     "zscale=rangein=full:range=limited:primariesin=709:primaries=709:transferin=709:transfer=709"
     ":matrix=709:chromal=left,format=yuv420p,"

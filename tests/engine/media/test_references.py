@@ -45,9 +45,7 @@ def test_diffusers_prepares_every_kind_without_touching_its_samples(make_media: 
     ]
     pipeline = MiniMaxH3Ref2VASetupStep().init_pipeline()
     pipeline.load_components()
-    pipeline.update_components(
-        canvas_short_edge=64, canvas_max_pixels=64 * 128, reference_image_short_edge=64
-    )
+    pipeline.update_components(canvas_short_edge=64, canvas_max_pixels=64 * 128, reference_image_short_edge=64)
     ready = pipeline(references=references, num_frames=NUM_FRAMES, output="normalized_references")
 
     assert ready[0].image.size == (64, 96)

@@ -148,6 +148,15 @@ def test_sound_survives_from_its_very_beginning(tmp_path: Path) -> None:
         assert np.abs(heard[:, kept] - audio[:, kept]).max() < 0.05
 
 
+def test_sound_at_another_rate_is_resampled(tmp_path: Path) -> None:
+    time = np.arange(44_000) / 48_000
+    audio = np.stack([0.5 * np.sin(2 * np.pi * 440 * time)] * 2).astype(np.float32)
+    write(tmp_path / "x.mp4", audio=audio, sampling_rate=48_000)
+    _, heard = read_video(tmp_path / "x.mp4")
+    assert heard is not None
+    assert np.abs(heard[:, 1000:28_000] - tone(FRAMES)[0, 1000:28_000]).max() < 0.05
+
+
 def test_loud_sound_is_clipped_not_wrapped(tmp_path: Path) -> None:
     write(tmp_path / "x.mp4", audio=4 * tone(FRAMES))
     _, heard = read_video(tmp_path / "x.mp4")
@@ -165,9 +174,7 @@ def test_crop_keeps_the_upper_rows_unscaled(tmp_path: Path) -> None:
     assert np.abs(read.astype(int) - frames[:, :90]).max() <= 6
 
 
-@pytest.mark.parametrize(
-    "name", ["a b.mp4", "-x.mp4", "夜の猫 🐈.mp4", "%03d:'q'.mp4", "x.MP4", "n" * 251 + ".mp4"]
-)
+@pytest.mark.parametrize("name", ["a b.mp4", "-x.mp4", "夜の猫 🐈.mp4", "%03d:'q'.mp4", "x.MP4", "n" * 251 + ".mp4"])
 def test_any_name_works(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "影片 folder"
     folder.mkdir()
@@ -194,7 +201,10 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="already exists; choose another name or pass --overwrite"):
         write(path)
     assert path.read_bytes() == b"earlier clip"
-    write(path, overwrite=True)
+    with path.open("rb") as opened_before:
+        write(path, overwrite=True)
+        # Renamed over, not written into: whoever plays the old file sees it to its end.
+        assert opened_before.read() == b"earlier clip"
     assert path.read_bytes()[4:8] == b"ftyp"
     assert list(tmp_path.iterdir()) == [path]
 

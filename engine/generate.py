@@ -1,10 +1,8 @@
 """The life of a request: check, load, encode, denoise, decode, write. One function serves every command."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,23 +11,21 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.batch import Job
-from solgen.engine.decode import Latents, decode_audio, decode_video, frame_chunks
+from solgen.engine.check import check
+from solgen.engine.decode import Latents
 from solgen.engine.denoise import StepHook, denoise
-from solgen.engine.loader import Repository, load_decoders, load_pipeline, open_repository
-from solgen.engine.machine import device_name, model_dtype, pick_device, versions
-from solgen.engine.media.ffmpeg import check_ffmpeg
-from solgen.engine.media.probe import probe_media
+from solgen.engine.loader import Repository, load_pipeline
+from solgen.engine.machine import device_name, model_dtype, versions
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import build_reference
-from solgen.engine.media.write import check_output, write_video
+from solgen.engine.output import decode_and_write
 from solgen.engine.pipeline import H3Pipeline, generator, transformer_name
 from solgen.engine.request import Request
 from solgen.engine.schedule import sigma_schedules
 from solgen.engine.sidecar import is_finished, latents_digest, request_record, write_sidecar
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError, SolgenError
-from solgen.parallel.world import World
-from solgen.presets.schema import FPS, Preset
+from solgen.presets.schema import FPS
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
 """Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
@@ -59,7 +55,6 @@ def generate(
     overwrite: bool = False,
     resume: bool = False,
     on_step: StepHook | None = None,
-    around_denoise: AbstractContextManager | None = None,
 ) -> list[dict[str, Any]]:
     """Make every clip of a command with one load of the model.
 
@@ -69,7 +64,6 @@ def generate(
         overwrite: Whether existing files may be replaced.
         resume: Skip clips whose file and record are already there.
         on_step: Called after every denoiser call, see `solgen.engine.denoise.StepHook`.
-        around_denoise: Entered once around each clip's denoising, for measurements.
 
     Returns:
         The record of every clip, as its sidecar holds it.
@@ -84,7 +78,8 @@ def generate(
     for job in jobs:
         if job not in waiting:
             listener.note(f"{job.output} is finished; skipped")
-    request_notes(waiting, listener)
+    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
+        listener.note(note)
     if not waiting:
         return []
     device, repository = check(waiting)
@@ -100,57 +95,12 @@ def generate(
     pipeline.unload_components("text_encoder")
     records = []
     for clip in clips:
-        with around_denoise or nullcontext():
-            sample(pipeline, clip, on_step or (lambda *_: None))
+        sample(pipeline, clip, on_step or (lambda *_: None))
         write(pipeline, clip, overwrite=overwrite)
         records.append(record(clip, repository, device, load_seconds))
         write_sidecar(clip.job.sidecar, records[-1])
         clip.state, clip.latents = PipelineState(), None
     return records
-
-
-def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
-    """Refuse what cannot work before anything heavy loads: media, GPU, ffmpeg, adapter, files, prompt length.
-
-    Raises:
-        SolgenError: one line.
-    """
-    World.from_environment().require_one()
-    for job in jobs:
-        request = job.request
-        for path in filter(None, (request.image, request.last_image)):
-            read_image(path)
-        for reference in request.references:
-            probe_media(reference.path, reference.kind)
-    first = jobs[0].request
-    if any((job.request.task, job.request.preset.model) != (first.task, first.preset.model) for job in jobs):
-        raise InputError("the prompts of one command must share a task and a model; run them apart")
-    device = pick_device(first.preset_name)
-    check_ffmpeg()
-    if first.preset.adapter is not None:
-        raise InputError(
-            f"preset {first.preset_name} needs the adapter {first.preset.adapter.repo}, and adapters cannot be loaded "
-            "yet; use --preset base-5s or --preset demo"
-        )
-    repository = open_repository(first.preset.model, first.task)
-    check_prompts(jobs, repository)
-    return device, repository
-
-
-def check_prompts(jobs: Sequence[Job], repository: Repository) -> None:
-    """Refuse prompts that the conditioner cannot hold, before its weights are read.
-
-    Raises:
-        InputError: with the counted tokens and the limit.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(repository.folders["tokenizer"], local_files_only=True)
-    limit = repository.prompt_limit()
-    for job in jobs:
-        count = len(tokenizer(job.request.prompt, add_special_tokens=False)["input_ids"])
-        if count > limit:
-            raise InputError(f"the prompt has {count:,} tokens; {repository.source} reads {limit:,}. Shorten it")
 
 
 def encode(pipeline: H3Pipeline, clip: Clip) -> None:
@@ -226,56 +176,11 @@ def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> None:
         )
     except (SolgenError, RuntimeError, OSError) as error:
         kept = output.with_suffix(".latents.safetensors")
-        latents.save(kept, request_record(request))
+        try:
+            latents.save(kept, request_record(request))
+        except Exception as second:
+            raise SolgenError(f"{error}; the latents could not be kept in {kept}: {second}") from error
         raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {output}") from error
-
-
-def decode_and_write(
-    pipeline: H3Pipeline,
-    latents: Latents,
-    preset: Preset,
-    output: Path,
-    stages: Stages,
-    *,
-    comment: str,
-    overwrite: bool,
-) -> None:
-    """Decode latents and write them as an mp4 of the preset's canvas, with `comment` in its metadata."""
-    with stages.stage("decode audio"):
-        audio = decode_audio(pipeline, latents.audio)
-    with stages.stage("decode video"):
-        video = decode_video(pipeline, latents.video)
-    with stages.stage("write"):
-        write_video(
-            output,
-            frame_chunks(pipeline, video),
-            audio,
-            num_frames=preset.canvas.num_frames,
-            width=preset.canvas.width,
-            height=preset.canvas.height,
-            sampling_rate=pipeline.audio_sampling_rate,
-            crop_height=preset.output.crop,
-            comment=comment,
-            overwrite=overwrite,
-        )
-
-
-def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool) -> None:
-    """Decode latents that a failed run kept; `write` names the command.
-
-    Raises:
-        SolgenError: one line.
-    """
-    latents, request = Latents.load(path)
-    preset = Preset.model_validate(request["settings"])
-    check_output(output, overwrite=overwrite)
-    check_ffmpeg()
-    device = pick_device(request["preset"])
-    repository = open_repository(preset.model, request["task"])
-    stages = Stages(device, listener)
-    with stages.stage("load"):
-        pipeline = load_decoders(repository, device=device, dtype=model_dtype(device))
-    decode_and_write(pipeline, latents, preset, output, stages, comment=request["prompt"], overwrite=overwrite)
 
 
 def record(clip: Clip, repository: Repository, device: torch.device, load_seconds: dict[str, float]) -> dict[str, Any]:
@@ -299,12 +204,6 @@ def record(clip: Clip, repository: Repository, device: torch.device, load_second
         "versions": versions(),
         "timings": {name: round(seconds, 3) for name, seconds in {**load_seconds, **clip.stages.seconds}.items()},
     }
-
-
-def request_notes(waiting: Sequence[Job], listener: Listener) -> None:
-    """Tell the user once what was rounded."""
-    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
-        listener.note(note)
 
 
 def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -> dict[str, Any]:

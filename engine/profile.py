@@ -13,8 +13,9 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
 from solgen.engine.batch import Job
+from solgen.engine.check import check
 from solgen.engine.decode import decode_audio, decode_video
-from solgen.engine.generate import Clip, check, encode, request_notes, sample
+from solgen.engine.generate import Clip, encode, sample
 from solgen.engine.loader import load_pipeline
 from solgen.engine.machine import device_name, model_dtype
 from solgen.engine.pipeline import transformer_name
@@ -118,7 +119,6 @@ def profile(request: Request, listener: Listener) -> dict[str, Any]:
         SolgenError: one line, as for `generate`.
     """
     job = Job(request, output=None)  # type: ignore[arg-type]
-    request_notes([job], listener)
     device, repository = check([job])
     stages = Stages(device, listener)
     with stages.stage("load"):

@@ -139,7 +139,7 @@ def decode(
 ) -> None:
     """Decode kept latents into an mp4."""
     from solgen.console import Console
-    from solgen.engine.generate import decode_file
+    from solgen.engine.output import decode_file
 
     with Console() as console:
         decode_file(latents, output, console, overwrite=overwrite)

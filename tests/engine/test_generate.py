@@ -10,8 +10,9 @@ import torch
 
 from solgen.engine.decode import Latents
 from solgen.engine.denoise import NonFiniteError
-from solgen.engine.generate import decode_file, generate
+from solgen.engine.generate import generate
 from solgen.engine.media.read import read_video
+from solgen.engine.output import decode_file
 from solgen.errors import InputError, SolgenError
 
 

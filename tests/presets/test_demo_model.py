@@ -20,9 +20,7 @@ from solgen.errors import SetupError
 from solgen.presets import demo
 
 MIB = 2**20
-PROMPT = (
-    "integrated_multimodal_description: [Shot 1] A fox. <d>[English] Hello.</d>\n\nnon_diegetic_music: none"
-)
+PROMPT = "integrated_multimodal_description: [Shot 1] A fox. <d>[English] Hello.</d>\n\nnon_diegetic_music: none"
 
 
 class Processor:
@@ -66,9 +64,7 @@ def repository(tmp_path_factory) -> Path:
         patch.setenv("SOLGEN_CACHE", str(tmp_path_factory.mktemp("cache")))
         path = demo.demo_model_path()
         assert demo.demo_model_path() == path
-    assert torch.equal(torch.get_rng_state(), random_state), (
-        "building must leave the caller's random numbers alone"
-    )
+    assert torch.equal(torch.get_rng_state(), random_state), "building must leave the caller's random numbers alone"
     return path
 
 
@@ -284,18 +280,14 @@ def test_concurrent_builds_leave_one_folder_with_the_same_bytes(repository, tmp_
     assert printed == {str(folder)}
     assert list(tmp_path.iterdir()) == [folder]
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert names == sorted(
-        str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file()
-    )
+    assert names == sorted(str(path.relative_to(repository)) for path in repository.rglob("*") if path.is_file())
     assert filecmp.cmpfiles(folder, repository, names, shallow=False) == (names, [], [])
 
 
 def test_unwritable_cache_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SOLGEN_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        SetupError, match=r"cannot write the demo model to .*file/demo-model-.*set SOLGEN_CACHE"
-    ):
+    with pytest.raises(SetupError, match=r"cannot write the demo model to .*file/demo-model-.*set SOLGEN_CACHE"):
         demo.demo_model_path()
 
 

@@ -132,9 +132,10 @@ def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRu
         block.attn.set_processor(SolAttn2Processor(index, run) if sparse else MiniMaxH3AttnProcessor())
 
 
-def solve_density(run: AttentionRun, density: float) -> None:
-    """Replace epsilon by the threshold that keeps `density` of the pairs seen by the calibration call."""
-    if run.histogram is None:
-        raise AssertionError("no calibration call was made")
-    run.config = dataclasses.replace(run.config, epsilon=solve_epsilon(run.histogram, density), top_k=None)
+def solve_density(run: AttentionRun) -> None:
+    """Set epsilon to the threshold that keeps the preset's `density` of the pairs the calibration call saw."""
+    assert run.histogram is not None
+    assert run.settings.density is not None
+    epsilon = solve_epsilon(run.histogram, run.settings.density)
+    run.config = dataclasses.replace(run.config, epsilon=epsilon, top_k=None)
     run.histogram = None

@@ -13,13 +13,14 @@ from diffusers.modular_pipelines.modular_pipeline import (
 from solgen.engine.attention import AttentionRun, solve_density
 from solgen.engine.pipeline import H3Pipeline
 from solgen.errors import SolgenError
+from solgen.kernels.sol_attn2 import NonFiniteError
 from solgen.kernels.sol_attn2.density import empty_histogram
 
 StepHook = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Called after every step with its number from 1 and the video and audio rows, which it may write to."""
 
 
-class NonFiniteError(SolgenError):
+class NonFiniteLatentsError(SolgenError):
     """The latents hold NaN or infinity."""
 
 
@@ -42,24 +43,29 @@ def denoise(
         on_step: Progress, and the seam for tests.
 
     Raises:
-        NonFiniteError: naming the step and the first transformer block with a non-finite output.
+        NonFiniteLatentsError: naming the step and the first transformer block with a non-finite output.
     """
     block_state = loop.get_block_state(state)
     timesteps = block_state.timesteps
-    density = run.settings.density
+    calibrated = run.settings.density is None or run.settings.backend != "sol-attn2"
     with torch.no_grad():
-        if density is not None and run.settings.backend == "sol-attn2":
-            _calibrate(pipeline, loop, block_state, run, density)
         for index, timestep in enumerate(timesteps):
-            run.begin_step(index)
             before = block_state.latents.clone(), block_state.audio_latents.clone()
-            pipeline, block_state = loop.loop_step(pipeline, block_state, i=index, t=timestep)
-            on_step(index + 1, block_state.latents, block_state.audio_latents)
-            if not _finite(block_state.latents, block_state.audio_latents):
+            try:
+                if not calibrated:
+                    _calibrate(pipeline, loop, block_state, run)
+                    calibrated = True
+                run.begin_step(index)
+                pipeline, block_state = loop.loop_step(pipeline, block_state, i=index, t=timestep)
+                on_step(index + 1, block_state.latents, block_state.audio_latents)
+                finite = _finite(block_state.latents, block_state.audio_latents)
+            except NonFiniteError:
+                finite = False
+            if not finite:
                 block_state.latents, block_state.audio_latents = before
                 block = _first_bad_block(pipeline, loop, block_state, transformer, index)
                 where = "" if block is None else f" (block {block})"
-                raise NonFiniteError(
+                raise NonFiniteLatentsError(
                     f"non-finite values at step {index + 1} of {len(timesteps)}{where}; no video was written. "
                     "Try --attention dense"
                 )
@@ -71,14 +77,13 @@ def _calibrate(
     loop: LoopSequentialPipelineBlocks,
     block_state: BlockState,
     run: AttentionRun,
-    density: float,
 ) -> None:
     """Forward the first call once, only to see the log shares of its sparse blocks."""
     run.begin_step(0)
     run.histogram = empty_histogram(run.video_rows.device)
     forward = loop.sub_blocks["denoiser"]
     forward(pipeline, block_state, i=0, t=block_state.timesteps[0])
-    solve_density(run, density)
+    solve_density(run)
 
 
 def _first_bad_block(
@@ -90,16 +95,19 @@ def _first_bad_block(
 ) -> int | None:
     """Repeat a failed call with a check behind every block; None if the transformer is not to blame."""
     found: list[int] = []
+
+    def watch(number: int, output: torch.Tensor) -> None:
+        if not _finite(output):
+            found.append(number)
+
     handles = [
-        block.register_forward_hook(
-            lambda _module, _args, output, number=number: found if _finite(output) else found.append(number)
-        )
+        block.register_forward_hook(lambda _module, _args, output, number=number: watch(number, output))
         for number, block in enumerate(transformer.transformer_blocks)
     ]
     try:
         loop.sub_blocks["denoiser"](pipeline, block_state, i=index, t=block_state.timesteps[index])
-    except ValueError:
-        pass  # a strict attention refuses non-finite input; the blocks before it have been seen
+    except NonFiniteError:
+        pass  # the blocks before the attention that refused its input have been seen
     finally:
         for handle in handles:
             handle.remove()

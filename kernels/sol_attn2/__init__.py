@@ -3,5 +3,6 @@
 from solgen.kernels.sol_attn2.api import sol_attn2
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.details import SolAttn2Details
+from solgen.kernels.sol_attn2.validation import NonFiniteError
 
-__all__ = ["SolAttn2Config", "SolAttn2Details", "sol_attn2"]
+__all__ = ["NonFiniteError", "SolAttn2Config", "SolAttn2Details", "sol_attn2"]

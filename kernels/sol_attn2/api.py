@@ -78,9 +78,7 @@ def sol_attn2(
     chosen = impl or _fastest_impl(query, config)
     if chosen == "reference":
         validate_finite(query=query, key=key, value=value)
-        output, report = sol_attn2_reference(
-            query, key, value, config=config, video_rows=video_rows, scale=scale
-        )
+        output, report = sol_attn2_reference(query, key, value, config=config, video_rows=video_rows, scale=scale)
         return (output, report) if details else output
     validate_gpu(query, config, chosen)
     # Triton is imported only when it is used: CPU installations may not have it.

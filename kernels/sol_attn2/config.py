@@ -67,9 +67,7 @@ class SolAttn2Config:
 
     def __post_init__(self) -> None:
         if math.isnan(self.epsilon):
-            raise ValueError(
-                "epsilon is NaN; expected a threshold in nats, or -inf (keep all) or inf (keep none)"
-            )
+            raise ValueError("epsilon is NaN; expected a threshold in nats, or -inf (keep all) or inf (keep none)")
         if not 0 <= self.offset <= 7:
             raise ValueError(f"offset {self.offset} is outside 0 to 7")
         if self.top_k is not None and not 0.0 < self.top_k <= 1.0:

@@ -41,9 +41,7 @@ def log_shares(query: torch.Tensor, key: torch.Tensor, *, scale: float | None = 
     softmax_scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     blocks = make_blocks(num_rows, mixed_blocks(None, num_rows, query.device), dtype)
-    shares = torch.empty(
-        *query.shape[:2], blocks.num_blocks, blocks.num_blocks, dtype=dtype, device=query.device
-    )
+    shares = torch.empty(*query.shape[:2], blocks.num_blocks, blocks.num_blocks, dtype=dtype, device=query.device)
     heads = zip(query.flatten(0, 1), key.flatten(0, 1), shares.flatten(0, 1), strict=True)
     for q, k, out in heads:
         q_units, k_units = (router_means(blocks.split(x.to(dtype)), blocks, "fp8") for x in (q, k))
@@ -69,20 +67,24 @@ def share_histogram(
         scale: Softmax scale, 128^-0.5 by default.
 
     Returns:
-        Counts over fixed bins, [HISTOGRAM_BINS] int64 on the inputs' device; histograms of several calls add up.
+        Counts over fixed bins, [HISTOGRAM_BINS] int64 on the inputs' device; those of several calls add up.
 
     Raises:
-        ValueError: if the tensors do not form a call or a share is not finite.
+        ValueError: if the tensors do not form a call or (on a CPU, or float64) a share is not finite.
     """
     validate_inputs(query, key, key, video_rows)
+    if query.is_cuda and query.dtype != torch.float64:
+        from solgen.kernels.sol_attn2.triton.forward import add_shares
+
+        counts = empty_histogram(query.device)
+        add_shares(counts, query, key, video_rows=video_rows, scale=scale)
+        return counts
     video = ~mixed_blocks(video_rows, query.shape[2], query.device)
     counts = empty_histogram(query.device)
     for q, k in zip(query.flatten(0, 1), key.flatten(0, 1), strict=True):
         shares = log_shares(q[None, None], k[None, None], scale=scale)[0, 0][video][:, video].flatten()
         if not shares.isfinite().all():
-            raise ValueError(
-                "shares are not finite; expected query and key means below 65504; scale the inputs"
-            )
+            raise ValueError("shares are not finite; expected query and key means below 65504; scale them")
         bins = ((shares - HISTOGRAM_LOW) * HISTOGRAM_PER_NAT).clamp(0, HISTOGRAM_BINS - 1).long()
         counts.scatter_add_(0, bins, torch.ones_like(bins))
     return counts
@@ -104,8 +106,6 @@ def solve_epsilon(histogram: torch.Tensor, density: float) -> float:
     total = int(counts.sum())
     if total == 0:
         raise ValueError("the share histogram is empty; expected counts of a calibration call; add one first")
-    kept = (
-        counts.flip(0).cumsum(0).flip(0).double() / total
-    )  # kept[b]: shares at or above the lower edge of bin b
+    kept = counts.flip(0).cumsum(0).flip(0).double() / total  # kept[b]: shares at or above the lower edge of bin b
     nearest = int((kept - density).abs().argmin())
     return -math.inf if nearest == 0 else HISTOGRAM_LOW + nearest / HISTOGRAM_PER_NAT

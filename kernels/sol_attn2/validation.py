@@ -10,15 +10,17 @@ MAX_GPU_BLOCKS = 4096
 """Longest sequence of the GPU implementations, in blocks: 262,144 rows."""
 
 
+class NonFiniteError(ValueError):
+    """An input or a router score is NaN or infinite."""
+
+
 def validate_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, video_rows: torch.Tensor | None
 ) -> None:
     """Raise ValueError unless the tensors form one attention call."""
     if query.dim() != 4 or query.shape != key.shape or query.shape != value.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise ValueError(
-            f"query, key, value have shapes {shapes}; expected three equal [B, H, N, {HEAD_DIM}]"
-        )
+        raise ValueError(f"query, key, value have shapes {shapes}; expected three equal [B, H, N, {HEAD_DIM}]")
     if query.shape[-1] != HEAD_DIM:
         raise ValueError(f"head width is {query.shape[-1]}; expected {HEAD_DIM}, the only width implemented")
     if 0 in query.shape:
@@ -38,12 +40,10 @@ def validate_inputs(
 
 
 def validate_finite(**inputs: torch.Tensor) -> None:
-    """Raise ValueError if a named tensor holds NaN or infinity; waits for the device."""
+    """Raise NonFiniteError if a named tensor holds NaN or infinity; waits for the device."""
     for name, tensor in inputs.items():
         if not tensor.isfinite().all():
-            raise ValueError(
-                f"{name} holds NaN or infinite values; expected finite numbers; check its producer"
-            )
+            raise NonFiniteError(f"{name} holds NaN or infinite values; expected finite numbers; check its producer")
 
 
 def validate_gpu(query: torch.Tensor, config: SolAttn2Config, impl: str) -> None:
@@ -51,17 +51,11 @@ def validate_gpu(query: torch.Tensor, config: SolAttn2Config, impl: str) -> None
     if not query.is_cuda:
         raise ValueError(f'impl "{impl}" got tensors on {query.device}; expected CUDA; use impl="reference"')
     if query.dtype == torch.float64:
-        raise ValueError(
-            f'impl "{impl}" got float64; expected float32, bfloat16 or float16; use impl="reference"'
-        )
+        raise ValueError(f'impl "{impl}" got float64; expected float32, bfloat16 or float16; use impl="reference"')
     if config.precision != "fp8":
-        raise ValueError(
-            f'impl "{impl}" got precision "{config.precision}"; expected "fp8"; use impl="reference"'
-        )
+        raise ValueError(f'impl "{impl}" got precision "{config.precision}"; expected "fp8"; use impl="reference"')
     if config.tail == "whole":
-        raise ValueError(
-            f'impl "{impl}" got tail "whole"; expected slots, anchors or none; use impl="reference"'
-        )
+        raise ValueError(f'impl "{impl}" got tail "whole"; expected slots, anchors or none; use impl="reference"')
     num_blocks = -(-query.shape[2] // BLOCK)
     if num_blocks > MAX_GPU_BLOCKS:
         raise ValueError(

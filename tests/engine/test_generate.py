@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from solgen.engine.decode import Latents
-from solgen.engine.denoise import NonFiniteError
+from solgen.engine.denoise import NonFiniteLatentsError
 from solgen.engine.generate import generate
 from solgen.engine.media.read import read_video
 from solgen.engine.output import decode_file
@@ -145,7 +145,7 @@ def poison(at: int):
 
 def test_non_finite_latents_stop_the_run_at_their_step(small_job, listener, tmp_path: Path) -> None:
     with pytest.raises(
-        NonFiniteError, match=r"non-finite values at step 2 of 3; no video was written.*--attention dense"
+        NonFiniteLatentsError, match=r"non-finite values at step 2 of 3; no video was written.*--attention dense"
     ):
         generate([small_job(steps=3)], listener, on_step=poison(2))
     assert list(tmp_path.iterdir()) == []
@@ -159,7 +159,7 @@ def test_the_block_that_broke_is_named(small_job, listener, model_copy: Path, tm
     tensors["transformer_blocks.2.ff.net.2.weight"][0, 0] = float("inf")
     save_file(tensors, weights)
     for attention in ("dense", "sol-attn2"):
-        with pytest.raises(NonFiniteError, match=r"step 1 of 1 \(block 2\)"):
+        with pytest.raises(NonFiniteLatentsError, match=r"step 1 of 1 \(block 2\)"):
             generate([small_job("clip.mp4", model=str(model_copy), attention=attention)], listener)
     assert not (tmp_path / "clip.mp4").exists()
 

@@ -18,9 +18,7 @@ class ExactHead:
         self.query, self.key, self.value = query, key, value
         self.blocks, self.scale = blocks, scale
 
-    def attend(
-        self, selection: Selection, surrogates: Surrogates | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, selection: Selection, surrogates: Surrogates | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [R, 64, D] and natural-log denominator [R, 64] of the selection's query blocks.
 
         A row with neither tokens nor surrogates gets output 0 and denominator -inf.

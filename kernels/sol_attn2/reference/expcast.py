@@ -26,9 +26,7 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
     return codes.to(torch.int32).bitwise_left_shift(20).view(torch.float32) * 2.0**120
 
 
-def curve_slope(
-    positions: torch.Tensor, values: torch.Tensor, shadow: Literal["linear", "smooth"]
-) -> torch.Tensor:
+def curve_slope(positions: torch.Tensor, values: torch.Tensor, shadow: Literal["linear", "smooth"]) -> torch.Tensor:
     """d(probability) / d(octave) of the curve through the bytes, zero where the code is clipped.
 
     Args:
@@ -68,7 +66,7 @@ def sticky_pivots(tile_max: torch.Tensor, offset: int) -> torch.Tensor:
     """Pivot in force at every tile of every row.
 
     The first tile sets the pivot to the ceiling of its maximum. A later tile moves it, again to the ceiling
-    of its own maximum, only when that maximum lies more than 8 - offset octaves above: code 120 is never passed.
+    of its own maximum, only when that lies more than 8 - offset octaves above: code 120 is never passed.
 
     Args:
         tile_max: Row maxima in octaves, [..., K], tiles in visiting order, the first one finite; -inf

@@ -48,9 +48,7 @@ def sol_attn2_reference(
         attend_head(q.to(dtype), k.to(dtype), v.to(dtype), blocks, softmax_scale, config)
         for q, k, v in zip(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), strict=True)
     ]
-    outputs, lses, routes = (
-        torch.stack(part).unflatten(0, (batch, heads)) for part in zip(*results, strict=True)
-    )
+    outputs, lses, routes = (torch.stack(part).unflatten(0, (batch, heads)) for part in zip(*results, strict=True))
     density, density_all = route_density(routes, mixed)
     return outputs.to(query.dtype), SolAttn2Details(lses, routes, density, density_all)
 
@@ -65,9 +63,7 @@ def attend_head(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output [N, D], natural-log denominators [N] and route [NB, NB] of one head's [N, D] inputs."""
     q_rows, k_rows, v_rows = blocks.split(query), blocks.split(key), blocks.split(value)
-    q_units, k_units, v_units = (
-        router_means(rows, blocks, config.precision) for rows in (q_rows, k_rows, v_rows)
-    )
+    q_units, k_units, v_units = (router_means(rows, blocks, config.precision) for rows in (q_rows, k_rows, v_rows))
     kept = select_blocks(q_units, k_units, blocks, scale, config)
     head = (
         Fp8Head(q_rows, k_rows, v_rows, blocks, scale, config)
@@ -91,11 +87,7 @@ def attend_head(
 
     recompute = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     chunks = list(selections(kept))
-    parts = [
-        checkpoint(attend, chunk, use_reentrant=False) if recompute else attend(chunk) for chunk in chunks
-    ]
+    parts = [checkpoint(attend, chunk, use_reentrant=False) if recompute else attend(chunk) for chunk in chunks]
     order = torch.cat([chunk.rows for chunk in chunks]).argsort()
-    output, lse = (
-        torch.cat(part)[order].flatten(0, 1)[: blocks.num_rows] for part in zip(*parts, strict=True)
-    )
+    output, lse = (torch.cat(part)[order].flatten(0, 1)[: blocks.num_rows] for part in zip(*parts, strict=True))
     return output, lse, kept

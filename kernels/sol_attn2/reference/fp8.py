@@ -90,12 +90,10 @@ class Fp8Head:
             self.q_anchors = blocks.group_means(blocks.unit_means(rows), NUM_ANCHORS[config.tail])
 
     def _mean(self, rows: torch.Tensor) -> torch.Tensor:
-        """FP32 mean of the real rows, [D]; a constant of the backward, where it cancels."""
+        """FP32 mean of the real rows, [D]; a constant of the backward."""
         return (rows.detach().float().sum((0, 1)) / self.blocks.num_rows).to(rows.dtype)
 
-    def attend(
-        self, selection: Selection, surrogates: Surrogates | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, selection: Selection, surrogates: Surrogates | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [R, 64, D] and natural-log denominator [R, 64] of the selection's query blocks.
 
         A row with neither tokens nor surrogates gets output 0 and denominator -inf.
@@ -111,8 +109,8 @@ class Fp8Head:
         return output, lse + self.scale * (rows @ self.key_mean)
 
     def _query_factor(self, selection: Selection) -> torch.Tensor:
-        """Query scales times what turns nats into ExpCast codes, [R, 1, 1] fp32."""
-        return self.q_scale[selection.rows] * (CODES_PER_NAT * self.scale)
+        """Query scales times what turns nats into ExpCast codes, [R, 1, 1] in the working dtype."""
+        return self.q_scale[selection.rows].to(self.q_codes.dtype) * (CODES_PER_NAT * self.scale)
 
     def _tokens(self, selection: Selection) -> PartialSum:
         products = self.q_codes[selection.rows] @ selection.gather(self.k_codes).transpose(-1, -2)

@@ -11,6 +11,7 @@ import torch
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.reference.blocks import Blocks
 from solgen.kernels.sol_attn2.reference.quantise import straight_through
+from solgen.kernels.sol_attn2.validation import NonFiniteError
 
 UNIT_SCORES_PER_CHUNK = 2**23
 """Unit scores held at once: 32 MiB in FP32."""
@@ -46,16 +47,14 @@ def block_log_masses(
     for start in range(0, blocks.num_blocks, chunk):
         rows = slice(start, min(start + chunk, blocks.num_blocks))
         scores = (q_units[rows].flatten(0, 1) @ keys).mul_(scale).view(-1, 8, blocks.num_blocks, 8)
-        # Empty units have log count -inf; sum_ab c_a c_b = n_i n_j cancels the leading n_j.
+        # Empty units have log count -inf. sum_ab c_a c_b = n_i n_j: n_j cancels, and n_i does in m_ij - L_i.
         scores += log_counts
         scores += log_counts[rows, :, None, None]
-        mass = scores.logsumexp((1, 3)) - blocks.block_counts[rows, None].log()
+        mass = scores.logsumexp((1, 3))
         yield rows, mass - mass.logsumexp(-1, keepdim=True)
 
 
-def block_mean_scores(
-    q_units: torch.Tensor, k_units: torch.Tensor, blocks: Blocks, scale: float
-) -> torch.Tensor:
+def block_mean_scores(q_units: torch.Tensor, k_units: torch.Tensor, blocks: Blocks, scale: float) -> torch.Tensor:
     """Scores of the 64-row means, [NB, NB] (page 000, "Routing and complementary approximation")."""
     query = blocks.group_means(q_units, 1).squeeze(1)
     key = blocks.group_means(k_units, 1).squeeze(1)
@@ -71,9 +70,7 @@ def top_blocks(scores: torch.Tensor, fraction: float) -> torch.Tensor:
 
 def _require_finite(scores: torch.Tensor) -> None:
     if not scores.isfinite().all():
-        raise ValueError(
-            "router scores are not finite; expected query and key means below 65504; scale the inputs"
-        )
+        raise NonFiniteError("router scores are not finite; expected query and key means below 65504; scale the inputs")
 
 
 @torch.no_grad()

@@ -81,14 +81,12 @@ def arrange_slots(k_units: torch.Tensor, v_units: torch.Tensor, blocks: Blocks, 
     )
 
 
-def compress(
-    anchors: torch.Tensor, kept: torch.Tensor, slots: SlotUnits, scale: float, precision: str
-) -> Surrogates:
+def compress(anchors: torch.Tensor, kept: torch.Tensor, slots: SlotUnits, scale: float, precision: str) -> Surrogates:
     """Fold the units of the blocks that are not kept into one surrogate a slot, weighted at each anchor.
 
     w_u = n_u exp(s qbar . kbar_u); S_c = sum w_u; k_F = sum w_u kbar_u / S_c; v_F likewise, by log-sum-exp.
-    Under "fp8" the weights, normalised by the slot's largest, are FP16 in all three sums: kernels multiply them
-    on FP16 tensor cores, and the same weights everywhere keep the surrogate a mean.
+    Under "fp8" the weights, normalised by the slot's largest, are FP16 in all three sums: kernels multiply
+    them on FP16 tensor cores, and the same weights everywhere keep the surrogate a mean.
 
     Args:
         anchors: qbar, [R, A, D].
@@ -96,12 +94,15 @@ def compress(
     """
     scores = scale * torch.einsum("rad,cud->racu", anchors, slots.keys) + slots.log_counts
     padded = torch.nn.functional.pad(kept, (0, 1), value=True)
-    scores = scores.masked_fill(padded[:, slots.blocks].unsqueeze(1), -torch.inf)
+    skipped = padded[:, slots.blocks].unsqueeze(1) | slots.log_counts.isneginf()
+    scores = scores.masked_fill(skipped, -torch.inf)
     largest = scores.detach().amax(-1, keepdim=True)
     empty = largest.isneginf()
     weights = (scores - largest.masked_fill(empty, 0.0)).exp()
     if precision == "fp8":
-        weights = straight_through(weights.detach().half().to(weights.dtype), weights)
+        rounded = weights.detach().half().to(weights.dtype)
+        # Their own derivative by the score, so that the backward too knows only the rounded weights.
+        weights = straight_through(rounded, rounded * scores.masked_fill(skipped, 0.0))
     total = weights.sum(-1, keepdim=True).masked_fill(empty, 1.0)
     return Surrogates(
         anchors=anchors,

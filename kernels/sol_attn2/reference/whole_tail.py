@@ -1,7 +1,7 @@
 """The whole-tail form of page 000, "Routing and complementary approximation": two content groups a block.
 
-Reference only. Legend: NB blocks, R query blocks of a chunk, A anchors of a query block (means of 32 queries),
-D channels, g the two groups of a block.
+Reference only. Legend: NB blocks, R query blocks of a chunk, A anchors of a query block (means of 32 rows), D
+channels, g the two groups of a block.
 """
 
 import torch
@@ -22,8 +22,8 @@ def compress_whole(
 
     Each block splits into the rows whose projection k . qbar lies above the block's mean projection, and the
     others. w_g = n_g exp(s qbar . kbar_g); Z = sum w_g; mu = sum w_g kbar_g / Z; nu = sum w_g vbar_g / Z
-    (equation 1). A row reads the mass exp(s (q_r - qbar) . mu) Z (equation 2). The groups are constants of the
-    backward.
+    (equation 1). A row reads the mass exp(s (q_r - qbar) . mu) Z (equation 2). The groups are constants of
+    the backward.
 
     Args:
         anchors: qbar, [R, A, D].

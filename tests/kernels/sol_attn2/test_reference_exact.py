@@ -8,9 +8,9 @@ import torch
 
 from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
 from solgen.kernels.sol_attn2.reference.forward import sol_attn2_reference
+from tests.kernels.sol_attn2.dense_oracle import dense_attention, make_inputs
 
 KEEP_ALL = SolAttn2Config(epsilon=-math.inf, tail="none", precision="exact")
-from tests.kernels.sol_attn2.dense_oracle import dense_attention, make_inputs
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,8 @@ def loop_attention(query, key, value, video, config):
 
     anchors, slots = {"slots": (1, 64), "anchors": (8, 8), "none": (1, 0)}[config.tail]
     output = torch.empty_like(query)
-    for i, row in ((i, row) for i in range(num_blocks) for row in blocks[i]):
+    for row in range(num_rows):
+        i = row // 64
         group = (row % 64) * anchors // 64
         served = [r for r in blocks[i] if (r % 64) * anchors // 64 == group]
         anchor = mean(served, query)
@@ -67,7 +68,8 @@ def loop_attention(query, key, value, video, config):
                     weights.append(math.exp(scale * float(query[row] @ key[token])))
                     values.append(value[token])
         for slot in range(slots):
-            members = [u for j in range(num_blocks) if not route[i, j] and slots * j // num_blocks == slot for u in units[j]]
+            folded = [j for j in range(num_blocks) if not route[i, j] and slots * j // num_blocks == slot]
+            members = [unit for j in folded for unit in units[j]]
             if not members:
                 continue
             w = key.new_tensor([len(u) * math.exp(scale * float(anchor @ mean(u, key))) for u in members])

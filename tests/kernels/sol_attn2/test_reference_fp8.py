@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.kernels.sol_attn2.reference.blocks import make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.expcast import decode, power_of_two, probabilities, sticky_pivots
+from solgen.kernels.sol_attn2.reference.fp8 import Fp8Head
 from solgen.kernels.sol_attn2.reference.quantise import quantise
 from tests.kernels.sol_attn2.dense_oracle import dense_attention, make_inputs
 
@@ -64,9 +66,12 @@ def test_quantised_values_lie_within_half_a_step():
     assert ((codes * scale - values).abs() <= torch.maximum(values.abs() * 2**-4, 2**-10 * scale) * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(
-    "fill", [0.0, 1e-42, 2.0**-75], ids=["zero", "denormal", "below-the-floor"]
-)
+def test_values_beyond_a_given_scale_saturate():
+    codes, _ = quantise(torch.tensor([[460.0, 1e6, -1e6, 1.0]]), (0, 1), torch.tensor([[1.0]]))
+    assert codes.tolist() == [[448.0, 448.0, -448.0, 1.0]]
+
+
+@pytest.mark.parametrize("fill", [0.0, 1e-42, 2.0**-75], ids=["zero", "denormal", "below-the-floor"])
 def test_vanishing_groups_stay_zero_and_outliers_stay_in_their_group(fill):
     values = torch.randn(4, 64, 128, generator=torch.Generator().manual_seed(0))
     plain_codes, plain_scale = quantise(values, (1, 2))
@@ -77,6 +82,18 @@ def test_vanishing_groups_stay_zero_and_outliers_stay_in_their_group(fill):
     assert scale.isfinite().all()
     assert torch.equal(codes[[0, 3]], plain_codes[[0, 3]])
     assert torch.equal(scale[[0, 3]], plain_scale[[0, 3]])
+
+
+def test_scale_of_the_last_block_is_that_of_its_real_rows():
+    query, key, value = (x[0, 0] for x in make_inputs(64 + 4, dtype=torch.float32))
+    key[64:] *= 0.01
+    key, value = key + 3, value + 3
+    blocks = make_blocks(68, mixed_blocks(None, 68, key.device), torch.float32)
+    rows = [blocks.split(x) for x in (query, key, value)]
+    head = Fp8Head(*rows, blocks, 128**-0.5, SolAttn2Config())
+    assert torch.equal(head.k_scale[1].flatten(), (key[64:] - head.key_mean).abs().max()[None] / 448)
+    assert (head.k_codes[1, 4:] == 0).all()
+    assert (head.v_codes[1, 4:] == 0).all()
 
 
 def test_zero_head_and_zero_block_are_finite():
@@ -172,20 +189,25 @@ def flushing_case():
 @pytest.mark.parametrize("offset", [0, 1])
 def test_tail_does_not_push_tokens_out_of_range(offset):
     query, key, value = flushing_case()
-    exact, details = sol_attn2(
-        query, key, value, config=SolAttn2Config(precision="exact", epsilon=0.6), details=True
-    )
+    exact, details = sol_attn2(query, key, value, config=SolAttn2Config(precision="exact", epsilon=0.6), details=True)
     assert details.route[0, 0, :, 0].all()
     assert details.route.sum() == 64
-    output, fp8_details = sol_attn2(
-        query, key, value, config=SolAttn2Config(offset=offset, epsilon=0.6), details=True
-    )
+    output, fp8_details = sol_attn2(query, key, value, config=SolAttn2Config(offset=offset, epsilon=0.6), details=True)
     assert torch.equal(fp8_details.route, details.route)
     # Under a pivot shared with the surrogates (each 64 tokens of score 0: 6 octaves) the tokens would sit this far
     # below it; with offset 0 the whole block's codes would be small or 0.
     tokens = (query @ key[:, :, :64].transpose(-1, -2)).amax() * 128**-0.5 / math.log(2)
     assert 6 - tokens > 4
     assert relative_error(output, exact) < 2**0.107 - 1 + 2**-4
+
+
+def test_rows_past_the_end_do_not_set_the_pivot():
+    query, key, value = make_inputs(10)
+    query, key = query + 4, key - 4  # scores near -180 nats; a row past the end would score 0
+    config = SolAttn2Config(epsilon=-math.inf, tail="none", smooth_key=False)
+    output, details = sol_attn2(query, key, value, config=config, details=True)
+    assert output.isfinite().all()
+    assert details.lse.max() < -100
 
 
 def test_row_outputs_follow_the_input_dtype():

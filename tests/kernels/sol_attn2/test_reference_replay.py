@@ -134,9 +134,7 @@ def replay(query, key, value, kept, config, upstream):
             d_anchor = -SCALE * (g_b @ k_f_hat + g_b.sum() * mu)
             for c, (p, j) in enumerate(pairs):
                 units = slice(8 * j, 8 * j + 8)
-                d_z = p * (
-                    g_b[c] + (k_units[units] - k_f[c]) @ g_k[c] + (v_units[units] - v_f[c]) @ g_v[c]
-                )
+                d_z = p * (g_b[c] + (k_units[units] - k_f[c]) @ g_k[c] + (v_units[units] - v_f[c]) @ g_v[c])
                 per_row = 1 / counts[units].clamp(min=1)[:, None]
                 d_k[j] += ((p[:, None] * g_k[c] + SCALE * d_z[:, None] * anchor) * per_row).repeat_interleave(8, 0)
                 d_v[j] += (p[:, None] * g_v[c] * per_row).repeat_interleave(8, 0)
@@ -163,7 +161,7 @@ def inputs():
         ("none", -math.inf, 4, False),
         ("slots", -0.5, 7, True),
         ("slots", -0.5, 4, False),
-        ("slots", math.inf, 7, True),
+        ("slots", math.inf, 0, True),
     ],
     ids=["dense", "dense-unsmoothed", "slots", "slots-unsmoothed", "tail-only"],
 )

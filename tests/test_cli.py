@@ -242,7 +242,7 @@ def test_keyframes_choose_the_canvas(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     picture = tmp_path / "tall.png"
     Image.fromarray(np.zeros((320, 180, 3), dtype=np.uint8)).save(picture)
-    request = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture)), seed=0)
+    request = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture), seed=0), seed=0)
     assert (request.preset.canvas.width, request.preset.canvas.height) == (736, 1312)
     assert request.notes == ("canvas 736x1312 from tall.png (180x320)",)
     fixed = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture), width=768, height=768), seed=0)

@@ -39,6 +39,11 @@ def test_outputs_count_seeds_up() -> None:
     assert names(found) == ["solgen-demo-5.mp4", "solgen-demo-6.mp4", "solgen-demo-7.mp4"]
 
 
+def test_a_chosen_seed_is_told() -> None:
+    assert jobs()[0].request.notes == ("seed 40",)
+    assert jobs(Options(prompt="x", preset="demo", seed=5))[0].request.notes == ()
+
+
 def test_a_given_name_is_numbered_in_a_batch_alone() -> None:
     assert names(jobs(Options(prompt="x", preset="demo", output="a.mp4"))) == ["a.mp4"]
     numbered = jobs(Options(prompt="x", preset="demo", output="a.mp4"), num_outputs=2)
@@ -80,7 +85,7 @@ def test_one_bad_line_refuses_the_batch() -> None:
 
 
 def test_seconds_round_up_and_say_so() -> None:
-    (job,) = jobs(Options(prompt="x", preset="demo", seconds=12.0))
+    (job,) = jobs(Options(prompt="x", preset="demo", seconds=12.0, seed=1))
     assert job.request.preset.canvas.num_frames == 294
     assert job.request.notes == ("12 s -> 294 frames (12.25 s)",)
     for seconds, frames in ((5.0, 124), (15.0, 362), (15.1, 362)):

@@ -62,9 +62,7 @@ def make_route(kept: torch.Tensor) -> Route:
     return Route(poisoned(mask), poisoned(counts), poisoned(torch.where(listed, blocks, -1).short()))
 
 
-def make_tail(
-    kept: torch.Tensor, v_scale: torch.Tensor, kind: str, spread: float, generator: torch.Generator
-) -> Tail:
+def make_tail(kept: torch.Tensor, v_scale: torch.Tensor, kind: str, spread: float, generator: torch.Generator) -> Tail:
     """Surrogates with the mass of what is not kept: small keys, small values, bias near the log of their tokens."""
     heads, num_blocks, _ = kept.shape
     device = kept.device
@@ -80,9 +78,7 @@ def make_tail(
     k_codes, k_scale = quantised(keys, (2, 3))
     v_codes = (values / v_scale.view(-1, 1, 1, 1)).clamp(-448, 448).to(torch.float8_e4m3fn)
     noise = torch.randn(tokens.shape, generator=generator, device=device)
-    return Tail(
-        poisoned(k_codes), poisoned(k_scale), poisoned(value_tiles(v_codes)), poisoned(tokens.log() + noise)
-    )
+    return Tail(poisoned(k_codes), poisoned(k_scale), poisoned(value_tiles(v_codes)), poisoned(tokens.log() + noise))
 
 
 def make_case(

@@ -57,9 +57,7 @@ def run_in_interpreter(request: pytest.FixtureRequest) -> Callable[[], None]:
             pytest.skip("the tests of this file run directly")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", str(request.path)]
         environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning"}
-        result = subprocess.run(
-            command, env=environment, cwd=request.config.rootpath, capture_output=True, text=True
-        )
+        result = subprocess.run(command, env=environment, cwd=request.config.rootpath, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout[-4000:]
         assert "passed" in result.stdout
 

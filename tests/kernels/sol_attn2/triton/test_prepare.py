@@ -57,7 +57,7 @@ def check(query, key, value, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, 7, 64, 65, 1001])
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 65, 201])
 @pytest.mark.parametrize("smooth", [True, False], ids=["smooth", "plain"])
 def test_operands_equal_the_reference(device, packed_qkv, num_rows, smooth):
     check(*packed_qkv(num_rows, 2, device), SolAttn2Config(smooth_key=smooth, smooth_value=smooth))
@@ -71,7 +71,7 @@ def test_every_input_dtype(device, packed_qkv, dtype):
 
 @pytest.mark.gpu
 def test_extreme_groups_stay_finite(device, packed_qkv):
-    query, key, value = (x.clone() for x in packed_qkv(256, 3, device))
+    query, key, value = (x.clone() for x in packed_qkv(130, 3, device))
     query[0, 0, 64:128] = 0.0  # a zero block
     key[0, 1] = 0.0  # a zero head
     value[0, 1] = 0.0
@@ -93,7 +93,7 @@ def test_batch_entries_follow_one_another(device, packed_qkv):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [4095, 110_000, 219_524])
+@pytest.mark.parametrize("num_rows", [1001, 4095, 110_000, 219_524])
 def test_long_sequences(large, packed_qkv, num_rows):
     check(*packed_qkv(num_rows, 2, large), SolAttn2Config())
 
@@ -119,8 +119,8 @@ def test_kernels_neither_spill_nor_miscast(compile_sm90, dtype):
     cast = {"SHIFT": True, "INTEGER": False, "D": 128}
     for kernel, codes, constants in (
         (kernels._quantize_rows_kernel, "*u8", cast),
-        (kernels._quantize_values_kernel, "*i32", cast),
-        (statistics._chunk_kernel, "", {"EXTREMES": True, "CHUNK": 1024, "ROWS": 32, "D": 128}),
+        (kernels._quantize_values_kernel, "*u8", cast),
+        (statistics._chunk_kernel, "", {"EXTREMES": True, "CHUNK": 1024, "ROWS": 16, "D": 128}),
     ):
         code = compile_sm90(kernel, types | strides | {"p_codes": codes}, constants, num_warps=4)
         assert code.stack_bytes == 0

@@ -18,7 +18,7 @@ from solgen.kernels.sol_attn2.triton.prepare import pool_rows
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 
 SCALE = 128**-0.5
-SIZES = [1, 63, 65, 1001, 2112]
+SIZES = [1, 63, 65, 577]
 
 
 def normalised(masses):
@@ -119,7 +119,7 @@ def test_histogram_counts_like_the_reference(device, packed_qkv):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [4095, 110_000, 219_524])
+@pytest.mark.parametrize("num_rows", [2112, 4095, 110_000, 219_524])
 def test_long_sequences(large, packed_qkv, num_rows):
     query, key, _ = packed_qkv(num_rows, 1, large)
     num_blocks = -(-num_rows // 64)

@@ -39,8 +39,7 @@ def check(query, key, value, config):
     order = VALUE_ORDER.argsort().to(device)
     for head in range(query.shape[1]):
         q, k, v = (
-            units[head].float().view(-1, 8, 128)
-            for units in (operands.q_units, operands.k_units, operands.v_units)
+            units[head].float().view(-1, 8, 128) for units in (operands.q_units, operands.k_units, operands.v_units)
         )
         k_mean, v_mean, v_scale = operands.k_mean[head], operands.v_mean[head], operands.v_scale[head]
         anchors = blocks.group_means(q, anchors_per_block)
@@ -82,14 +81,15 @@ def check(query, key, value, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["slots", "anchors"])
-@pytest.mark.parametrize("num_rows", [1, 65, 1001])
+@pytest.mark.parametrize("num_rows", [1, 65, 330])
 def test_surrogates_equal_the_reference(device, packed_qkv, num_rows, kind):
-    check(*packed_qkv(num_rows, 2, device), SolAttn2Config(tail=kind))
+    check(*packed_qkv(num_rows, 1, device), SolAttn2Config(tail=kind))
 
 
 @pytest.mark.gpu
-def test_more_blocks_than_slots_and_a_short_last_block(device, packed_qkv):
-    check(*packed_qkv(64 * 69 + 4, 1, device), SolAttn2Config())
+@pytest.mark.parametrize("kind", ["slots", "anchors"])
+def test_more_blocks_than_slots_and_a_short_last_block(large, packed_qkv, kind):
+    check(*packed_qkv(64 * 69 + 4, 1, large), SolAttn2Config(tail=kind))
 
 
 @pytest.mark.gpu
@@ -101,7 +101,7 @@ def test_rows_that_keep_everything_have_no_surrogates(device, packed_qkv):
 
 @pytest.mark.gpu
 def test_a_large_key_mean_does_not_touch_the_mass(device, packed_qkv):
-    query, key, value = packed_qkv(700, 1, device)
+    query, key, value = packed_qkv(200, 1, device)
     key = key.clone()
     key[..., 9] += 30.0
     check(query, key, value, SolAttn2Config())
@@ -122,7 +122,7 @@ def test_kernels_use_tensor_cores_and_do_not_spill(compile_sm90, anchors):
     halves = dict.fromkeys(("p_anchor", "p_k", "p_v", "p_key"), "*fp16")
     singles = ("p_k_mean", "p_v_mean", "p_v_scale", "p_log_mass", "p_q_scale", "p_k_scale", "p_bias")
     types = halves | dict.fromkeys(singles, "*fp32") | dict.fromkeys(("p_value", "p_q", "p_k_codes"), "*u8")
-    types |= {"p_mask": "*i32", "p_v_codes": "*i32", "scale": "fp32", "log_last": "fp32"}
+    types |= {"p_mask": "*i32", "p_v_codes": "*u8", "scale": "fp32", "log_last": "fp32"}
     constants = {"ANCHORS": anchors, "SLOTS": SLOTS // anchors, "INTEGER": False, "STEP": 32, "STAGES": 3, "D": 128}
     code = compile_sm90(kernels._compress_kernel, types, constants, num_warps=4)
     assert code.stack_bytes == 0

@@ -78,11 +78,11 @@ def generate(
     for job in jobs:
         if job not in waiting:
             listener.note(f"{job.output} is finished; skipped")
-    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
-        listener.note(note)
     if not waiting:
         return []
     device, repository = check(waiting)
+    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
+        listener.note(note)
     stages = Stages(device, listener)
     first = waiting[0].request
     with stages.stage("load"):

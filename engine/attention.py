@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 
 from solgen.errors import InputError
-from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.kernels.sol_attn2 import SolAttn2Config, fastest_impl, sol_attn2
 from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
 from solgen.presets.schema import Attention
 
@@ -30,6 +30,7 @@ class AttentionRun:
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
             tensors that stay on the device until `density_table`.
         histogram: Counts of log shares while a density is being solved for, else None.
+        computed_by: Implementation that ran, None while every block is dense.
     """
 
     settings: Attention
@@ -38,6 +39,7 @@ class AttentionRun:
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
     histogram: torch.Tensor | None = None
+    computed_by: str | None = None
 
     @classmethod
     def start(cls, settings: Attention, video_rows: torch.Tensor) -> "AttentionRun":
@@ -104,6 +106,7 @@ class SolAttn2Processor:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if run.histogram is not None:
             run.histogram += share_histogram(query, key, video_rows=run.video_rows)
+        run.computed_by = run.impl or fastest_impl(query, run.config)
         output, details = sol_attn2(
             query, key, value, config=run.config, video_rows=run.video_rows, impl=run.impl, details=True
         )

@@ -1,7 +1,18 @@
-"""wip"""
+"""FP8 attention over kept key blocks and surrogates on sm_90a: three query blocks a program (spec sections 2 to 4).
+
+Computes what ../triton/attention.py computes. One warp streams the union of the kept key blocks of three neighbouring
+query blocks (a trio, see union.py) through a ring of shared memory; three warpgroups, one a query block, take from it
+what their own block keeps. The surrogates of each query block come first.
+
+The tensor cores also sum the probability bytes, by a product with a tile of ones. A warpgroup hands a tile back
+before it waits for its next one (the ring could not reach that otherwise) and starts its scores before the loop turns.
+
+Layout: see ../triton/operands.py. G heads, N rows, NB blocks of 64, D = 128. Tiles of codes are 8 KiB. A value tile
+[D, 64] travels as [64, 128], two channels a line, which the copy engine swizzles by 128 bytes; read back under the
+64-byte swizzle that the product needs, channels 2c and 2c + 1 are swapped where bit 3 of the channel is set.
+"""
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -13,294 +24,363 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from solgen.kernels.sol_attn2.triton.attention import work_order
-from solgen.kernels.sol_attn2.triton.expcast import (
-    BIAS,
-    CODES_PER_NAT,
-    CODES_PER_OCTAVE,
-    MAX_JOIN,
-    PACK_BYTES,
+from solgen.kernels.sol_attn2.config import HEAD_DIM
+from solgen.kernels.sol_attn2.gluon.expcast import (
+    FORCE_MOVE,
+    LN2,
+    code_constant,
+    expcast,
+    power_of_two,
+    product_layout,
+    quads_of_rows,
+    row_max,
+    spread_product,
+    sticky_expcast,
 )
+from solgen.kernels.sol_attn2.gluon.union import schedule
+from solgen.kernels.sol_attn2.triton.attention import LOWEST_PIVOT, TailKind
+from solgen.kernels.sol_attn2.triton.expcast import CODES_PER_NAT, CODES_PER_OCTAVE
 from solgen.kernels.sol_attn2.triton.operands import Operands, Route, Tail
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST_PIVOT = gl.constexpr(-(2.0**20))
-SWIZZLE_128 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-TILE_BYTES = gl.constexpr(8192)
+STAGES = 12
+"""Tiles in flight: 16 KiB each."""
 
-
-@gluon.constexpr_function
-def product_layout(width):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32])
-
-
-@gluon.constexpr_function
-def left_layout(width):
-    return gl.DotOperandLayout(operand_index=0, parent=product_layout(width), k_width=4)
+CODE_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+VALUE_TILE = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
+ROW_TILE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def popc(word):
-    return gl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _bytes(b_code):
-    b_code = b_code.reshape([64, 4, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, 64])
-    b_code = gl.convert_layout(b_code, left_layout(128), assert_trivial=True)
-    b_byte = gl.inline_asm_elementwise(PACK_BYTES, "=r,r,r,r,r", [b_code], dtype=gl.int8, is_pure=True, pack=4)
-    return b_byte.to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def _power_of_two(b_exponent):
-    b_exponent = gl.minimum(gl.maximum(b_exponent, -MAX_JOIN), MAX_JOIN)
-    return ((b_exponent.to(gl.int32) + 127) << 23).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _scores(q, k):
+def _scores(q, tiles, stage):
+    """Start the raw scores [64, 64] of a query tile against the keys of a stage."""
     zero = gl.zeros([64, 64], gl.float32, product_layout(64))
-    b_scores = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=(b_scores,))
+    return warpgroup_mma(q, tiles.index(2 * stage).permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _pv(b_p, v, width: gl.constexpr):
+def _values(tiles, stage):
+    """The value tile [D, 64] of a stage."""
+    return tiles.index(2 * stage + 1)._reinterpret(gl.float8e4nv, [128, 64], VALUE_TILE)
+
+
+@gluon.jit
+def _weighted(b_p, rows, width: gl.constexpr):
+    """Start the product of probabilities [64, 64] with the transpose of a [width, 64] tile."""
     zero = gl.zeros([64, width], gl.float32, product_layout(width))
-    b_p = gl.convert_layout(b_p, left_layout(width), assert_trivial=True)
-    return warpgroup_mma(b_p, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, product_layout(width), 4), assert_trivial=True)
+    return warpgroup_mma(b_p, rows.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weigh(acc, b_sum, b_carry, b_code, v, ones, HALVES: gl.constexpr, ONES: gl.constexpr, FIXED: gl.constexpr):
-    b_p = _bytes(b_code)
-    if ONES:
-        b_l = _pv(b_p, ones, 8)
-        c_l = gl.convert_layout(b_carry, gl.SliceLayout(1, product_layout(8)))
-    W: gl.constexpr = 128 // HALVES
-    c_o = gl.convert_layout(b_carry, gl.SliceLayout(1, product_layout(W)))
-    if HALVES == 2:
-        a0, a1 = acc
-        o0 = _pv(b_p, v.slice(0, 64, 0), 64)
-        if not ONES:
-            b_h = gl.sum(b_p.to(gl.float16), 1).to(gl.float32)
-            b_sum = b_sum * b_carry + gl.convert_layout(b_h, gl.SliceLayout(1, product_layout(64)))
-        o0 = warpgroup_mma_wait(0, deps=(o0,))
-        if ONES:
-            b_l = warpgroup_mma_wait(0, deps=(b_l,))
-            b_sum = b_sum * c_l[:, None] + b_l
-        o1 = _pv(b_p, v.slice(64, 64, 0), 64)
-        if FIXED:
-            a0 = a0 + o0
-        else:
-            a0 = a0 * c_o[:, None] + o0
-        o1 = warpgroup_mma_wait(0, deps=(o1,))
-        if FIXED:
-            a1 = a1 + o1
-        else:
-            a1 = a1 * c_o[:, None] + o1
-        return (a0, a1), b_sum
-    else:
-        o = _pv(b_p, v, 128)
-        if not ONES:
-            b_h = gl.sum(b_p.to(gl.float16), 1).to(gl.float32)
-            b_sum = b_sum * b_carry + gl.convert_layout(b_h, gl.SliceLayout(1, product_layout(64)))
-        o = warpgroup_mma_wait(0, deps=(o,))
-        if ONES:
-            b_l = warpgroup_mma_wait(0, deps=(b_l,))
-            b_sum = b_sum * c_l[:, None] + b_l
-        a, = acc
-        if FIXED:
-            a = a + o
-        else:
-            a = a * c_o[:, None] + o
-        return (a,), b_sum
+def _carry(b_total, b_carry, b_part):
+    """b_total x 2^k + b_part, with the power of two of each row given as quads."""
+    return gl.fma(b_total, spread_product(b_carry, b_total.shape[1]), b_part)
 
 
 @gluon.jit
-def _producer(W0: gl.constexpr, k_desc, v_desc, tk_desc, tv_desc, tiles, full, empty, p_mask, i_base, i_first, num_blocks, num_words,
-              TAIL: gl.constexpr, STAGES: gl.constexpr, V128: gl.constexpr):
-    v_rows: gl.constexpr = 64 if V128 else 128
-    n = 0
+def _add_tile(b_acc, b_sum, b_carry, b_p, v, ones):
+    """Sums of numerator pieces and denominator, carried over, plus one tile; waits for every product."""
+    b_part = _weighted(b_p, ones, 8)
+    b_tile = _weighted(b_p, v, 128)
+    b_part, b_tile = warpgroup_mma_wait(0, deps=(b_part, b_tile))
+    return _carry(b_acc, b_carry, b_tile), _carry(b_sum, b_carry, b_part)
+
+
+@gluon.jit
+def _await_tile(full, phases, consumers, others, stage, exists, STAGES: gl.constexpr):
+    """Wait until a tile for a set of consumers has arrived.
+
+    A consumer skips the tiles of others, so a barrier of the stage alone could have moved on by two rounds unseen:
+    every set has its own barriers. `phases` holds a bit for each that the consumer takes part in.
+    """
+    bit = others * 16 + stage
+    mbarrier.wait(full.index((consumers - 1) * STAGES + stage), (phases >> bit & 1).to(gl.int32), pred=exists)
+    return phases ^ (gl.to_tensor(1).to(gl.int64) << bit)
+
+
+@gluon.jit
+def _await_turn(full, phases, turn, exists, STAGES: gl.constexpr):
+    """Wait until the tile of a turn has arrived."""
+    return _await_tile(full, phases, turn >> 22, turn >> 20 & 3, turn >> 16 & 0xF, exists, STAGES)
+
+
+@gluon.jit
+def _load_tile(k_desc, v_desc, block, consumers, tiles, full, empty, stage, parity, STAGES: gl.constexpr):
+    """Load the keys and values of a block into a stage once it is free, for a set of consumers."""
+    bar = full.index((consumers - 1) * STAGES + stage)
+    mbarrier.wait(empty.index(stage), parity)
+    mbarrier.expect(bar, 2 * 64 * 128)
+    tma.async_copy_global_to_shared(k_desc, [block * 64, 0], bar, tiles.index(2 * stage))
+    tma.async_copy_global_to_shared(v_desc, [block * 64, 0], bar, tiles.index(2 * stage + 1))
+    is_single = (consumers & (consumers - 1)) == 0
+    mbarrier.arrive(empty.index(stage), count=2, pred=is_single)  # for those who skip the tile
+    mbarrier.arrive(empty.index(stage), count=1, pred=(consumers != 7) & (not is_single))
+    stage += 1
+    wraps = stage == STAGES
+    return gl.where(wraps, 0, stage), gl.where(wraps, parity ^ 1, parity)
+
+
+@gluon.jit
+def _produce(loads, TAIL: gl.constexpr, STAGES: gl.constexpr):
+    (
+        k_desc, v_desc, tail_k_desc, tail_v_desc, tiles, full, empty, p_loads, p_num_loads, i_trio, i_base, i_first,
+        num_blocks,
+    ) = loads  # fmt: skip
+    stage = 0
+    parity = 1
+    num_loads = gl.load(p_num_loads + i_trio)
+    p_list = p_loads + i_trio.to(gl.int64) * num_blocks
+    load = gl.load(p_list)
     if TAIL != "none":
-        for w in gl.static_range(3):
-            i = i_base + i_first + w
-            if i_first + w < num_blocks:
-                slot = n % STAGES
-                mbarrier.wait(empty.index(slot), (n // STAGES & 1) ^ 1)
-                mbarrier.expect(full.index(slot), 2 * TILE_BYTES)
-                tma.async_copy_global_to_shared(tk_desc, [i * 64, 0], full.index(slot), tiles.index(2 * slot))
-                if V128:
-                    tma.async_copy_global_to_shared(tv_desc, [i * v_rows, 0], full.index(slot), tiles.index(2 * slot + 1))
-                else:
-                    tma.async_copy_global_to_shared(tv_desc, [i * v_rows, 0], full.index(slot), tiles.index(2 * slot + 1)._reinterpret(gl.float8e4nv, [128, 64], tv_desc.layout))
-                mbarrier.arrive(empty.index(slot), count=2)
-                n += 1
-    p_rows = p_mask + (i_base + i_first).to(gl.int64) * num_words
-    for word in range(num_words):
-        m0 = gl.load(p_rows + word)
-        m1 = gl.load(p_rows + num_words + word, mask=i_first + 1 < num_blocks, other=0)
-        m2 = gl.load(p_rows + 2 * num_words + word, mask=i_first + 2 < num_blocks, other=0)
-        left = m0 | m1 | m2
-        while left != 0:
-            bit = left & -left
-            j = i_base + word * 32 + popc(bit - 1)
-            users = ((m0 & bit) != 0).to(gl.int32) + ((m1 & bit) != 0).to(gl.int32) + ((m2 & bit) != 0).to(gl.int32)
-            slot = n % STAGES
-            mbarrier.wait(empty.index(slot), (n // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(slot), 2 * TILE_BYTES)
-            tma.async_copy_global_to_shared(k_desc, [j * 64, 0], full.index(slot), tiles.index(2 * slot))
-            if V128:
-                tma.async_copy_global_to_shared(v_desc, [j * v_rows, 0], full.index(slot), tiles.index(2 * slot + 1))
-            else:
-                tma.async_copy_global_to_shared(v_desc, [j * v_rows, 0], full.index(slot), tiles.index(2 * slot + 1)._reinterpret(gl.float8e4nv, [128, 64], v_desc.layout))
-            mbarrier.arrive(empty.index(slot), count=1, pred=users == 2)
-            mbarrier.arrive(empty.index(slot), count=2, pred=users == 1)
-            left = left ^ bit
-            n += 1
+        for w in range(gl.minimum(3, num_blocks - i_first)):
+            stage, parity = _load_tile(
+                tail_k_desc, tail_v_desc, i_base + i_first + w, 1 << w, tiles, full, empty, stage, parity, STAGES
+            )
+    for i in range(num_loads):
+        following = gl.load(p_list + gl.minimum(i + 1, num_loads - 1))
+        stage, parity = _load_tile(
+            k_desc, v_desc, i_base + (load & 0xFFFF), load >> 16, tiles, full, empty, stage, parity, STAGES
+        )
+        load = following
 
 
 @gluon.jit
-def _consumer(W: gl.constexpr, q_tile, ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_v_mean, p_tail_scale, p_tail_bias,
-              p_mask, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, num_words, stride_head, stride_row, scale,
-              OFFSET: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, QREG: gl.constexpr, ONES: gl.constexpr,
-              V128: gl.constexpr, FIXED: gl.constexpr):
-    s_layout: gl.constexpr = product_layout(64)
-    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    col_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-    DW: gl.constexpr = 128 // HALVES
-    o_layout: gl.constexpr = product_layout(DW)
+def _write(b_acc, b_weight, p_rows, p_v_mean, i_query, num_rows, stride_row):
+    """Store normalised rows; rows without any weight become zero."""
+    o_row = i_query * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, product_layout(128)))
+    o_dim = gl.arange(0, 128, layout=gl.SliceLayout(0, product_layout(128)))
+    o_dim = o_dim ^ (o_dim >> 3 & 1)
+    b_weight = spread_product(b_weight, 128)
+    b_mean = gl.load(p_v_mean + o_dim)[None, :].broadcast_to([64, 128])
+    b_out = gl.where(b_weight > 0, gl.fma(b_acc, b_weight, b_mean), 0.0)
+    p_out = p_rows + o_row[:, None].to(gl.int64) * stride_row + o_dim[None, :]
+    gl.store(p_out, b_out.to(p_rows.dtype.element_ty), mask=(o_row < num_rows)[:, None])
+
+
+@gluon.jit
+def _consume(
+    W: gl.constexpr,
+    q,
+    shared,
+    OFFSET: gl.constexpr,
+    TAIL: gl.constexpr,
+    LSE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    (
+        ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_k_mean, p_v_mean, p_tail_k_scale,
+        p_tail_bias, p_counts, p_turns, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, stride_head,
+        stride_row, scale,
+    ) = shared  # fmt: skip
+    row_layout: gl.constexpr = gl.SliceLayout(1, product_layout(64))
+    column_layout: gl.constexpr = gl.SliceLayout(0, product_layout(64))
     i_query = i_first + W
+    phases = gl.to_tensor(0).to(gl.int64)
     if i_query < num_blocks:
         i_task = (i_base + i_query).to(gl.int64)
-        o_row = gl.arange(0, 64, layout=row_layout)
-        if QREG:
-            qr = gl.arange(0, 64, layout=gl.SliceLayout(1, left_layout(64)))
-            qc = gl.arange(0, 128, layout=gl.SliceLayout(0, left_layout(64)))
-            q = gl.load(p_q + i_task * 8192 + qr[:, None] * 128 + qc[None, :])
-        else:
-            bl: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-            qr = gl.arange(0, 64, layout=gl.SliceLayout(1, bl))
-            qc = gl.arange(0, 128, layout=gl.SliceLayout(0, bl))
-            q_tile.store(gl.load(p_q + i_task * 8192 + qr[:, None] * 128 + qc[None, :]))
-            fence_async_shared()
-            gl.thread_barrier()
-            q = q_tile
+        o_row = gl.arange(0, 64, layout=gl.SliceLayout(1, ROW_TILE))
+        o_dim = gl.arange(0, 128, layout=gl.SliceLayout(0, ROW_TILE))
+        p_query = p_q + i_task * 8192 + o_row[:, None] * 128 + o_dim[None, :]
+        q.store(gl.load(p_query))
+        fence_async_shared()
+        gl.thread_barrier()
         q_factor = gl.load(p_q_scale + i_task) * (scale * CODES_PER_NAT)
-        b_pivot = gl.zeros([64], gl.float32, row_layout)
-        if HALVES == 2:
-            acc = (gl.zeros([64, 64], gl.float32, o_layout), gl.zeros([64, 64], gl.float32, o_layout))
-        else:
-            acc = (gl.zeros([64, 128], gl.float32, o_layout),)
-        if ONES:
-            b_sum = gl.zeros([64, 8], gl.float32, product_layout(8))
-        else:
-            b_sum = gl.zeros([64], gl.float32, row_layout)
-        n_base = 0
+        count = gl.load(p_counts + i_task)
+        b_acc = gl.zeros([64, 128], gl.float32, product_layout(128))
+        b_sum = gl.zeros([64, 8], gl.float32, product_layout(8))
+        b_pivot = quads_of_rows(gl.zeros([64], gl.float32, row_layout))
+
         if TAIL != "none":
-            o_col = gl.arange(0, 64, layout=col_layout)
-            b_bias = gl.load(p_tail_bias + i_task * 64 + o_col)[None, :] * CODES_PER_NAT
-            factor = gl.load(p_tail_scale + i_task) * q_factor
-            mbarrier.wait(full.index(W % STAGES), 0)
-            b_code = _scores(q, tiles.index(2 * W)) * factor + b_bias
+            o_key = gl.arange(0, 64, layout=column_layout)
+            b_bias = gl.load(p_tail_bias + i_task * 64 + o_key)[None, :] * CODES_PER_NAT
+            factor = gl.load(p_tail_k_scale + i_task) * q_factor
+            phases = _await_tile(full, phases, 1 << W, 0, W, True, STAGES)
+            b_code = warpgroup_mma_wait(0, deps=(_scores(q, tiles, W),))
+            b_code = gl.fma(b_code, factor, b_bias.broadcast_to([64, 64]))
             if TAIL == "anchors":
-                b_code = gl.where((o_row // 8)[:, None] == (o_col // 8)[None, :], b_code, float("-inf"))
-            b_pivot = gl.max(b_code, 1) / CODES_PER_OCTAVE
-            b_pivot = gl.maximum(gl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=r,r", [b_pivot], dtype=gl.float32, is_pure=True, pack=1), LOWEST_PIVOT)
-            b_code = b_code + (BIAS + CODES_PER_OCTAVE * OFFSET - b_pivot * CODES_PER_OCTAVE)[:, None]
-            v = tiles.index(2 * W + 1)._reinterpret(gl.float8e4nv, [128, 64], v_layout)
-            acc, b_sum = _weigh(acc, b_sum, b_pivot * 0, b_code, v, ones, HALVES, ONES, False)
+                o_unit = gl.arange(0, 64, layout=row_layout) // 8
+                b_code = gl.where(o_unit[:, None] == (o_key // 8)[None, :], b_code, float("-inf"))
+            b_own = gl.maximum(gl.ceil(row_max(b_code) / CODES_PER_OCTAVE), LOWEST_PIVOT)
+            b_code += gl.fma(b_own, -CODES_PER_OCTAVE, code_constant(OFFSET))[:, None]
+            b_pivot = quads_of_rows(b_own)
+            b_acc, b_sum = _add_tile(b_acc, b_sum, b_pivot, expcast(b_code), _values(tiles, W), ones)
             mbarrier.arrive(empty.index(W), count=1)
-            n_base += gl.minimum(3, num_blocks - i_first)
-        lag = float("-inf")
-        ragged = gl.where(num_rows % 64 != 0, num_blocks - 1, -1)
-        p_rows = p_mask + (i_base + i_first).to(gl.int64) * num_words
-        m0 = gl.load(p_rows)
-        m1 = gl.load(p_rows + num_words, mask=i_first + 1 < num_blocks, other=0)
-        m2 = gl.load(p_rows + 2 * num_words, mask=i_first + 2 < num_blocks, other=0)
-        for word in range(num_words):
-            if W == 0:
-                own = m0
-            elif W == 1:
-                own = m1
-            else:
-                own = m2
-            union = m0 | m1 | m2
-            more = word + 1 < num_words
-            m0 = gl.load(p_rows + word + 1, mask=more, other=0)
-            m1 = gl.load(p_rows + num_words + word + 1, mask=more & (i_first + 1 < num_blocks), other=0)
-            m2 = gl.load(p_rows + 2 * num_words + word + 1, mask=more & (i_first + 2 < num_blocks), other=0)
-            while own != 0:
-                bit = own & -own
-                n = n_base + popc(union & (bit - 1))
-                j = word * 32 + popc(bit - 1)
-                factor = gl.load(p_k_scale + i_base + j) * q_factor
-                slot = n % STAGES
-                mbarrier.wait(full.index(slot), n // STAGES & 1)
-                b_scores = _scores(q, tiles.index(2 * slot))
-                if j == ragged:
-                    o_key = gl.arange(0, 64, layout=col_layout)
-                    b_scores = gl.where((o_key < num_rows % 64)[None, :], b_scores, float("-inf"))
-                if FIXED:
-                    b_new = b_pivot
-                    b_carry = b_pivot
-                else:
-                    b_top = gl.max(b_scores, 1) * (factor / CODES_PER_OCTAVE)
-                    b_ceil = gl.inline_asm_elementwise("cvt.rpi.f32.f32 $0, $1;", "=r,r", [b_top], dtype=gl.float32, is_pure=True, pack=1)
-                    b_new = gl.where(b_top > b_pivot + lag, b_ceil, b_pivot)
-                    b_carry = _power_of_two(b_pivot - b_new)
-                b_code = b_scores * factor + (BIAS + CODES_PER_OCTAVE * OFFSET - b_new * CODES_PER_OCTAVE)[:, None]
-                v = tiles.index(2 * slot + 1)._reinterpret(gl.float8e4nv, [128, 64], v_layout)
-                acc, b_sum = _weigh(acc, b_sum, b_carry, b_code, v, ones, HALVES, ONES, FIXED)
+
+        if count > 0:
+            p_list = p_turns + i_task * num_blocks
+            p_scale = p_k_scale + i_base
+            turn = gl.load(p_list)
+            has_ragged = 0  # the last block of the sequence, where it is kept and not full
+            if num_rows % 64 != 0:
+                has_ragged = ((gl.load(p_list + count - 1) & 0xFFFF) == num_blocks - 1).to(gl.int32)
+            lag = float("-inf")
+            constant = FORCE_MOVE
+            k_scale = gl.load(p_scale + (turn & 0xFFFF))
+            phases = _await_turn(full, phases, turn, True, STAGES)
+            stage = turn >> 16 & 0xF
+            pending = _scores(q, tiles, stage)
+            for i in range(count - has_ragged):
+                factor = k_scale * q_factor
+                turn = gl.load(p_list + gl.minimum(i + 1, count - 1))
+                b_scores = warpgroup_mma_wait(0, deps=(pending,))
+                b_p, b_new = sticky_expcast(b_scores, factor, b_pivot, lag, constant, OFFSET)
+                b_part = _weighted(b_p, ones, 8)
+                b_tile = _weighted(b_p, _values(tiles, stage), 128)
+                k_scale = gl.load(p_scale + (turn & 0xFFFF))
+                b_carry = power_of_two(b_pivot - b_new)
                 b_pivot = b_new
                 lag = 8.0 - OFFSET
-                mbarrier.arrive(empty.index(slot), count=1)
-                own = own ^ bit
-            n_base += popc(union)
+                constant = code_constant(OFFSET)
+                b_part, b_tile = warpgroup_mma_wait(0, deps=(b_part, b_tile))
+                mbarrier.arrive(empty.index(stage), count=1)
+                b_sum = _carry(b_sum, b_carry, b_part)
+                b_acc = _carry(b_acc, b_carry, b_tile)
+                exists = i + 1 < count
+                phases = gl.where(exists, _await_turn(full, phases, turn, exists, STAGES), phases)
+                stage = turn >> 16 & 0xF
+                pending = _scores(q, tiles, stage)  # of no use after the last tile
+            b_scores = warpgroup_mma_wait(0, deps=(pending,))
+            if has_ragged != 0:
+                o_key = gl.arange(0, 64, layout=column_layout)
+                b_scores = gl.where((o_key < num_rows % 64)[None, :], b_scores, float("-inf"))
+                b_p, b_new = sticky_expcast(b_scores, k_scale * q_factor, b_pivot, lag, constant, OFFSET)
+                b_carry = power_of_two(b_pivot - b_new)
+                b_pivot = b_new
+                b_acc, b_sum = _add_tile(b_acc, b_sum, b_carry, b_p, _values(tiles, stage), ones)
+                mbarrier.arrive(empty.index(stage), count=1)
 
-        if ONES:
-            b_total = gl.convert_layout(gl.sum(b_sum, 1) * 0.125, row_layout)
-        else:
-            b_total = b_sum
+        b_total = gl.convert_layout(gl.sum(b_sum, 1) * 0.125, row_layout)
         b_weight = gl.where(b_total > 0, gl.load(p_v_scale + i_head) / b_total, 0.0)
-        b_w = gl.convert_layout(b_weight, gl.SliceLayout(1, o_layout))
-        r = i_query * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, o_layout))
-        for h in gl.static_range(HALVES):
-            d = h * DW + gl.arange(0, DW, layout=gl.SliceLayout(0, o_layout))
-            if V128:
-                d = d ^ ((d >> 3) & 1)
-            b_mean = gl.load(p_v_mean + i_head * 128 + d)
-            b_out = acc[h] * b_w[:, None] + gl.where((b_w > 0)[:, None], b_mean[None, :], 0.0)
-            gl.store(p_out + i_head.to(gl.int64) * stride_head + r[:, None].to(gl.int64) * stride_row + d[None, :], b_out.to(p_out.dtype.element_ty), mask=(r < num_rows)[:, None])
+        p_rows = p_out + i_head.to(gl.int64) * stride_head
+        _write(b_acc, quads_of_rows(b_weight), p_rows, p_v_mean + i_head * 128, i_query, num_rows, stride_row)
+        if LSE:
+            b_shift = gl.sum(gl.load(p_query).to(gl.float32) * gl.load(p_k_mean + i_head * 128 + o_dim)[None, :], 1)
+            b_shift = gl.convert_layout(b_shift, row_layout) * (gl.load(p_q_scale + i_task) * scale)
+            b_octaves = gl.convert_layout(gl.max(b_pivot, 1), row_layout) - OFFSET
+            o_token = i_query * 64 + gl.arange(0, 64, layout=row_layout)
+            p_token = p_lse + i_head.to(gl.int64) * num_rows + o_token
+            gl.store(p_token, b_octaves * LN2 + gl.log(b_total) + b_shift, mask=o_token < num_rows)
 
 
-@gluon.jit
-def _attention_kernel(k_desc, v_desc, tk_desc, tv_desc, p_q, p_q_scale, p_k_scale, p_v_scale, p_v_mean, p_tail_scale, p_tail_bias,
-                      p_mask, p_order, p_out, p_lse, num_rows, num_blocks, num_words, stride_head, stride_row, scale,
-                      OFFSET: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr, QREG: gl.constexpr, ONES: gl.constexpr,
-                      V128: gl.constexpr, FIXED: gl.constexpr, R0: gl.constexpr):
-    i_task = gl.load(p_order + gl.program_id(0))
-    triples = (num_blocks + 2) // 3
-    i_head = i_task // triples
-    i_first = i_task % triples * 3
-    i_base = i_head * num_blocks
+@gluon.jit(do_not_specialize=["num_rows", "num_blocks"])
+def _attention_kernel(
+    k_desc,
+    v_desc,
+    tail_k_desc,
+    tail_v_desc,
+    p_q,
+    p_q_scale,
+    p_k_scale,
+    p_v_scale,
+    p_k_mean,
+    p_v_mean,
+    p_tail_k_scale,
+    p_tail_bias,
+    p_counts,
+    p_loads,
+    p_num_loads,
+    p_turns,
+    p_order,
+    p_out,
+    p_lse,
+    num_rows,
+    num_blocks,
+    stride_head,
+    stride_row,
+    scale,
+    OFFSET: gl.constexpr,
+    TAIL: gl.constexpr,
+    LSE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    i_trio = gl.load(p_order + gl.program_id(0))  # head * NT + trio of the head
+    num_trios = (num_blocks + 2) // 3
+    i_head = i_trio // num_trios
+    i_base = i_head * num_blocks  # first block of the head
+    i_first = i_trio % num_trios * 3
     tiles = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, 64, 128], k_desc.layout)
-    QN: gl.constexpr = 1 if QREG else 3
-    q = gl.allocate_shared_memory(gl.float8e4nv, [QN, 64, 128], k_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q = gl.allocate_shared_memory(gl.float8e4nv, [3, 64, 128], k_desc.layout)
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, 64], VALUE_TILE)
+    full = gl.allocate_shared_memory(gl.int64, [7 * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=3)
-    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, 64], gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
-    bl: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    ones.store(gl.full([8, 64], 0x38, gl.int8, bl).to(gl.float8e4nv, bitcast=True))
+    for i in range(STAGES):
+        mbarrier.init(empty.index(i), count=3)
+    for i in range(7 * STAGES):
+        mbarrier.init(full.index(i), count=1)
+    # By bitcast: ptxas 12.8 miscompiles the FP32 to E4M3 cast of a constant.
+    b_one = gl.full([8, 64], 0x38, gl.int8, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+    ones.store(b_one.to(gl.float8e4nv, bitcast=True))
     fence_async_shared()
-    gl.warp_specialize([
-        (_consumer, (0, q.index(0), ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_v_mean, p_tail_scale, p_tail_bias, p_mask, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, num_words, stride_head, stride_row, scale, OFFSET, TAIL, STAGES, HALVES, QREG, ONES, V128, FIXED)),
-        (_consumer, (1, q.index(1 % QN), ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_v_mean, p_tail_scale, p_tail_bias, p_mask, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, num_words, stride_head, stride_row, scale, OFFSET, TAIL, STAGES, HALVES, QREG, ONES, V128, FIXED)),
-        (_consumer, (2, q.index(2 % QN), ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_v_mean, p_tail_scale, p_tail_bias, p_mask, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, num_words, stride_head, stride_row, scale, OFFSET, TAIL, STAGES, HALVES, QREG, ONES, V128, FIXED)),
-        (_producer, (0, k_desc, v_desc, tk_desc, tv_desc, tiles, full, empty, p_mask, i_base, i_first, num_blocks, num_words, TAIL, STAGES, V128)),
-    ], [4, 4, 1], [R0, R0, 24])
+    shared = (
+        ones, tiles, full, empty, p_q, p_q_scale, p_k_scale, p_v_scale, p_k_mean, p_v_mean, p_tail_k_scale,
+        p_tail_bias, p_counts, p_turns, p_out, p_lse, i_head, i_base, i_first, num_rows, num_blocks, stride_head,
+        stride_row, scale,
+    )  # fmt: skip
+    loads = (
+        k_desc, v_desc, tail_k_desc, tail_v_desc, tiles, full, empty, p_loads, p_num_loads, i_trio, i_base, i_first,
+        num_blocks,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, q.index(0), shared, OFFSET, TAIL, LSE, STAGES)),
+            (_consume, (1, q.index(1), shared, OFFSET, TAIL, LSE, STAGES)),
+            (_consume, (2, q.index(2), shared, OFFSET, TAIL, LSE, STAGES)),
+            (_produce, (loads, TAIL, STAGES)),
+        ],
+        [4, 4, 1],
+        [160, 160, 24],
+    )
+
+
+def attend(
+    operands: Operands,
+    route: Route,
+    tail: Tail | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    scale: float,
+    offset: int,
+    tail_kind: TailKind,
+) -> None:
+    """Attend every query block to its kept key blocks and surrogates; see `triton.attention.attend`."""
+    assert out.shape[-1] == HEAD_DIM
+    assert out.stride(-1) == 1
+    assert (tail is None) == (tail_kind == "none")
+    plan = schedule(route, has_tail=tail is not None, stages=STAGES)
+
+    def tiles(codes: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(codes.view(-1, 128), [64, 128], CODE_TILE)
+
+    surrogates = operands if tail is None else tail
+    _attention_kernel[(plan.order.numel(),)](
+        tiles(operands.k_codes),
+        tiles(operands.v_codes),
+        tiles(surrogates.k_codes),
+        tiles(surrogates.v_codes),
+        operands.q_codes,
+        operands.q_scale,
+        operands.k_scale,
+        operands.v_scale,
+        operands.k_mean,
+        operands.v_mean,
+        tail.k_scale if tail else None,
+        tail.bias if tail else None,
+        route.counts,
+        plan.loads,
+        plan.num_loads,
+        plan.turns,
+        plan.order,
+        out,
+        lse,
+        operands.num_rows,
+        route.counts.shape[1],
+        out.stride(0),
+        out.stride(1),
+        scale,
+        OFFSET=offset,
+        TAIL=tail_kind,
+        LSE=lse is not None,
+        STAGES=STAGES,
+        num_warps=4,
+    )

@@ -20,13 +20,43 @@ class Schedule:
     """What the producer loads for every trio, and where its three consumers find their tiles.
 
     The tiles of a trio pass through a ring of S stages in one sequence: the surrogates of each query block, where
-    there is a tail, then the union of the kept key blocks, ascending. Tile n lies in stage n % S, round n // S.
+    there is a tail, then the union of the kept key blocks, ascending; tile n lies in stage n % S. Consumers
+    of a tile are a set of three bits.
     """
 
-    loads: torch.Tensor  # [G, NT, NB] int32, key block | number of consumers << 16, the first num_loads entries
+    loads: torch.Tensor  # [G, NT, NB] int32, key block | set << 16, the first num_loads entries
     num_loads: torch.Tensor  # [G, NT] int32
-    turns: torch.Tensor  # [G, NB, NB] int32, key block | stage << 16 | round % 2 << 24, the first counts entries
+    turns: torch.Tensor  # [G, NB, NB] int32, the first counts entries: key block | stage << 16 | other consumers of the
+    #   tile, two bits << 20 | set << 22
     order: torch.Tensor  # [G * NT] int32, head * NT + trio, in order of work
+
+
+@triton.jit
+def _popcount(b_word):
+    """Set bits of int32 words."""
+    b_word = b_word.to(tl.uint32, bitcast=True)
+    b_word -= b_word >> 1 & 0x55555555
+    b_word = (b_word & 0x33333333) + (b_word >> 2 & 0x33333333)
+    b_word = b_word + (b_word >> 4) & 0x0F0F0F0F
+    b_word += b_word >> 8
+    return (b_word + (b_word >> 16) & 0x3F).to(tl.int32)
+
+
+@triton.jit
+def _ranks(b_word, start):
+    """Set bits before each bit of 32 words, [32, 32], from `start`, and after them all."""
+    b_count = _popcount(b_word)
+    b_below = (1 << tl.arange(0, 32)) - 1
+    b_rank = _popcount(b_word[:, None] & b_below[None, :]) + (start + tl.cumsum(b_count, 0) - b_count)[:, None]
+    return b_rank, start + tl.sum(b_count, 0)
+
+
+@triton.jit
+def _list_turns(p_turn, b_word, b_turn, start):
+    """List where a consumer finds its tiles; returns how many are listed."""
+    b_own, stop = _ranks(b_word, start)
+    tl.store(p_turn + b_own, b_turn, (b_word[:, None] >> tl.arange(0, 32)[None, :] & 1) != 0)
+    return stop
 
 
 @triton.jit
@@ -37,40 +67,34 @@ def _union_kernel(
     i_head = tl.program_id(1).to(tl.int64)
     i_first = i_trio * 3
     i_task = i_head * num_blocks + i_first
-    i_group = i_head * tl.num_programs(0) + i_trio
-    base = tl.minimum(3, num_blocks - i_first) if TAIL else 0
+    p_load = p_loads + (i_head * tl.num_programs(0) + i_trio) * num_blocks
+    p_turn = p_turns + i_task * num_blocks
+    num_tails = tl.minimum(3, num_blocks - i_first) if TAIL else 0
     num_loads = 0
     count_0 = 0
     count_1 = 0
     count_2 = 0
-    o_bit = tl.arange(0, 32)
+    o_bit = tl.arange(0, 32)[None, :]
     for word in range(0, num_words, 32):
         o_word = word + tl.arange(0, 32)
-        o_key = tl.reshape(o_word[:, None] * 32 + o_bit[None, :], [1024])
         p_word = p_mask + i_task * num_words + o_word
         m_word = o_word < num_words
-        b_word = tl.load(p_word, m_word, other=0)
-        b_0 = tl.reshape(b_word[:, None] >> o_bit[None, :] & 1, [1024])
-        b_word = tl.load(p_word + num_words, m_word & (i_first + 1 < num_blocks), other=0)
-        b_1 = tl.reshape(b_word[:, None] >> o_bit[None, :] & 1, [1024])
-        b_word = tl.load(p_word + 2 * num_words, m_word & (i_first + 2 < num_blocks), other=0)
-        b_2 = tl.reshape(b_word[:, None] >> o_bit[None, :] & 1, [1024])
-
+        b_0 = tl.load(p_word, m_word, other=0)
+        b_1 = tl.load(p_word + num_words, m_word & (i_first + 1 < num_blocks), other=0)
+        b_2 = tl.load(p_word + 2 * num_words, m_word & (i_first + 2 < num_blocks), other=0)
         b_any = b_0 | b_1 | b_2
-        b_rank = num_loads + tl.cumsum(b_any, 0) - b_any
-        b_load = o_key | (b_0 + b_1 + b_2) << 16
-        tl.store(p_loads + i_group * num_blocks + b_rank, b_load, b_any != 0)
-        b_place = base + b_rank
-        b_turn = o_key | b_place % STAGES << 16 | (b_place // STAGES & 1) << 24
-        p_turn = p_turns + i_task * num_blocks
-        tl.store(p_turn + count_0 + tl.cumsum(b_0, 0) - b_0, b_turn, b_0 != 0)
-        tl.store(p_turn + num_blocks + count_1 + tl.cumsum(b_1, 0) - b_1, b_turn, b_1 != 0)
-        tl.store(p_turn + 2 * num_blocks + count_2 + tl.cumsum(b_2, 0) - b_2, b_turn, b_2 != 0)
-        num_loads += tl.sum(b_any, 0)
-        count_0 += tl.sum(b_0, 0)
-        count_1 += tl.sum(b_1, 0)
-        count_2 += tl.sum(b_2, 0)
-    tl.store(p_num_loads + i_group, num_loads)
+        b_rank, stop = _ranks(b_any, num_loads)
+        b_tile = o_word[:, None] * 32 + o_bit  # [32, 32]
+        b_users = b_0[:, None] >> o_bit & 1 | (b_1[:, None] >> o_bit & 1) << 1 | (b_2[:, None] >> o_bit & 1) << 2
+        tl.store(p_load + b_rank, b_tile | b_users << 16, b_users != 0)
+        b_stage = (num_tails + b_rank) % STAGES
+        b_turn = b_tile | b_stage << 16 | b_users << 22
+        count_0 = _list_turns(p_turn, b_0, b_turn | b_users >> 1 << 20, count_0)
+        b_others = b_users & 1 | b_users >> 2 << 1
+        count_1 = _list_turns(p_turn + num_blocks, b_1, b_turn | b_others << 20, count_1)
+        count_2 = _list_turns(p_turn + 2 * num_blocks, b_2, b_turn | (b_users & 3) << 20, count_2)
+        num_loads = stop
+    tl.store(p_num_loads + i_head * tl.num_programs(0) + i_trio, num_loads)
 
 
 def schedule(route: Route, *, has_tail: bool, stages: int) -> Schedule:
@@ -81,10 +105,9 @@ def schedule(route: Route, *, has_tail: bool, stages: int) -> Schedule:
     """
     num_heads, num_blocks, num_words = route.mask.shape
     num_trios = triton.cdiv(num_blocks, TRIO)
-    made = {"dtype": torch.int32, "device": route.mask.device}
-    loads = torch.empty(num_heads, num_trios, num_blocks, **made)
-    num_loads = torch.empty(num_heads, num_trios, **made)
-    turns = torch.empty(num_heads, num_blocks, num_blocks, **made)
+    loads = route.mask.new_empty(num_heads, num_trios, num_blocks)
+    num_loads = route.mask.new_empty(num_heads, num_trios)
+    turns = route.mask.new_empty(num_heads, num_blocks, num_blocks)
     _union_kernel[(num_trios, num_heads)](
         route.mask,
         loads,

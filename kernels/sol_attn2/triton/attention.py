@@ -11,8 +11,8 @@ been summed. Each tile's FP8 product is added to the sums in FP32.
 Layout: see operands.py. G heads, N rows, NB blocks of 64, D = 128. Tiles: 64 rows x 64 keys, 64 rows x 128 channels.
 Key columns of value tiles follow VALUE_ORDER, and the probabilities are permuted alike, so that they stay in registers.
 
-Paths: FP8 tensor cores on sm_89, sm_90, sm_100 and sm_120; bf16 products of the same bytes below (sm_80). Measured on
-sm_90 only; the others are compiled in the tests but untested on hardware. Triton's interpreter runs small sizes on a CPU.
+Paths: FP8 tensor cores on sm_89, sm_90, sm_100 and sm_120; bf16 products of the same bytes below (sm_80). Run on sm_90
+only: the others are compiled in the tests but untested on hardware. Triton's interpreter runs small sizes on a CPU.
 """
 
 from typing import Literal
@@ -33,6 +33,9 @@ from solgen.kernels.sol_attn2.triton.expcast import (
 from solgen.kernels.sol_attn2.triton.operands import Operands, Route, Tail
 
 TailKind = Literal["slots", "anchors", "none"]
+
+STAGES = 3
+"""Key and value tiles in flight in a program."""
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST_PIVOT = tl.constexpr(-(2.0**20))
@@ -72,7 +75,7 @@ def _attend_tile(
     return b_acc, b_sum, b_new
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _attention_kernel(
     p_q,
     p_q_scale,
@@ -163,7 +166,8 @@ def _attention_kernel(
     tl.store(p_rows[:, None] + o_dim[None, :], b_out.to(p_out.dtype.element_ty), (o_token < num_rows)[:, None])
     if LSE:
         b_k_mean = tl.load(p_k_mean + i_head * 128 + o_dim)
-        b_shift = tl.sum(b_q.to(tl.float32) * b_k_mean[None, :], 1) * (tl.load(p_q_scale + i_task) * scale)
+        b_rows = _operand(p_q + i_task * 8192 + o_q, FP8).to(tl.float32)
+        b_shift = tl.sum(b_rows * b_k_mean[None, :], 1) * (tl.load(p_q_scale + i_task) * scale)
         b_lse = (b_pivot - OFFSET) * LN2 + tl.log(b_sum) + b_shift
         tl.store(p_lse + i_head * num_rows + o_token, b_lse, o_token < num_rows)
 
@@ -177,9 +181,19 @@ def work_order(counts: torch.Tensor) -> torch.Tensor:
     return torch.sort(short, stable=True).indices.int()
 
 
-def has_fp8_products(device: torch.device) -> bool:
-    """Whether Triton multiplies E4M3 on this device: its CPU interpreter does, GPUs from sm_89 on."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+def compute_capability(device: torch.device) -> int:
+    """Compute capability of a GPU, 90 for sm_90; Triton's CPU interpreter multiplies E4M3 like it."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def launch_options(capability: int, *, lse: bool) -> dict[str, int]:
+    """Warps of a program and, on sm_90, the registers that let three programs share a multiprocessor."""
+    if capability < 89:
+        return {"num_warps": 8}
+    return {"num_warps": 4, "maxnreg": 168} if capability == 90 and not lse else {"num_warps": 4}
 
 
 def attend(
@@ -207,10 +221,12 @@ def attend(
         offset: ExpCast octaves above 1 at which the pivot sits, 0 to 7.
         tail_kind: How a row reads the surrogates: all 64 ("slots"), the 8 of its unit ("anchors"), or none.
     """
-    assert out.shape[-1] == HEAD_DIM and out.stride(-1) == 1
+    assert out.shape[-1] == HEAD_DIM
+    assert out.stride(-1) == 1
     assert (tail is None) == (tail_kind == "none")
     num_heads, num_blocks = route.counts.shape
-    fp8 = has_fp8_products(out.device)
+    capability = compute_capability(out.device)
+    fp8 = capability >= 89
 
     def codes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if fp8 else tensor.view(torch.int8)
@@ -243,6 +259,6 @@ def attend(
         LSE=lse is not None,
         FP8=fp8,
         ASM=out.device.type == "cuda",
-        STAGES=3,
-        num_warps=4,
+        STAGES=STAGES,
+        **launch_options(capability, lse=lse is not None),
     )

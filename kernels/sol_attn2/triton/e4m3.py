@@ -59,3 +59,18 @@ def decode(b_code, INTEGER: tl.constexpr):
         b_value = tl.where(b_magnitude < 8, b_magnitude.to(tl.float32) * 0.001953125, b_value)
         return tl.where(b_wide >= 128, -b_value, b_value)
     return b_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _join_halves(tiles):
+    joined: tl.tuple = ()
+    for i in tl.static_range(len(tiles) // 2):
+        joined += (tl.join(tiles[i], tiles[i + len(tiles) // 2]),)
+    return joined
+
+
+@triton.jit
+def join_columns(columns, D: tl.constexpr):
+    """16 tiles [4, D] as one tile [4, D, 16]."""
+    joined = _join_halves(_join_halves(_join_halves(_join_halves(columns))))
+    return tl.reshape(joined[0], [4, D, 16])

@@ -29,9 +29,7 @@ PACK_BYTES = tl.constexpr(
 def expcast(b_code, ASM: tl.constexpr):
     """Bytes of unrounded codes that do not exceed 120; -inf gives 0. ASM selects the inline PTX form."""
     if ASM:
-        b_byte = tl.inline_asm_elementwise(
-            PACK_BYTES, "=r,r,r,r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4
-        )
+        b_byte = tl.inline_asm_elementwise(PACK_BYTES, "=r,r,r,r,r", [b_code], dtype=tl.int8, is_pure=True, pack=4)
     else:
         b_rounded = b_code + ROUND_MAGIC - ROUND_MAGIC
         b_byte = tl.minimum(tl.maximum(b_rounded, 0.0), MAX_CODE).to(tl.int8)

@@ -7,6 +7,9 @@ Every program reads one 64-row block of one head once. Heads are the fastest gri
 together read whole rows of a packed QKV. Tiles keep the 8 tokens of a unit (values: the 16 tokens of a 16-byte piece
 of stored columns) in one thread, so pooling crosses no lanes.
 
+Sizes are never compiled in as constants: at one row, the rows past the end would be a constant zero to cast, and
+ptxas up to 12.9 miscompiles the FP8 cast of a pair of equal constants.
+
 Legend: G heads (batch x heads), N rows, NB = ceil(N / 64) blocks, D = 128. Inputs are [B, H, N, D] views with unit
 stride along D; rows past N are never read.
 """
@@ -16,12 +19,12 @@ import triton
 import triton.language as tl
 
 from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, UNIT, SolAttn2Config
-from solgen.kernels.sol_attn2.triton.e4m3 import divide, encode, interpreted, scale_of
+from solgen.kernels.sol_attn2.triton.e4m3 import divide, encode, interpreted, join_columns, scale_of
 from solgen.kernels.sol_attn2.triton.operands import Operands
 from solgen.kernels.sol_attn2.triton.statistics import key_mean, value_mean_and_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _quantize_rows_kernel(
     p_x,
     p_mean,  # [G, D] fp32, read with SHIFT
@@ -47,12 +50,12 @@ def _quantize_rows_kernel(
     i_block = (i_g * num_blocks + i_b).to(tl.int64)
     o_out = o_u[:, None] * D + o_d[None, :]
 
-    b_x = ()
+    b_x: tl.tuple = ()
     b_sum = tl.zeros([8, D], tl.float32)
     for t in tl.static_range(8):
         b_token = tl.load(p_x + t * stride_row, mask=(o_r + t < num_rows)[:, None], other=0.0).to(tl.float32)
         b_sum += b_token
-        b_x = b_x + (b_token,)  # 8 tokens of [8 units, D]
+        b_x += (b_token,)  # 8 tokens of [8 units, D]
     b_count = tl.minimum(tl.maximum(num_rows - o_r, 1), 8).to(tl.float32)[:, None]
     b_units = divide(b_sum, b_count, tl.div_rn(tl.full([8, 1], 1.0, tl.float32), b_count))
     tl.store(p_units + i_block * (8 * D) + o_out, b_units.to(tl.float16))
@@ -60,12 +63,12 @@ def _quantize_rows_kernel(
     b_mean = tl.zeros([1, D], tl.float32)
     if SHIFT:
         b_mean = tl.load(p_mean + i_g * D + o_d)[None, :]
-    b_shifted = ()
+    b_shifted: tl.tuple = ()
     b_amax = tl.zeros([8, D], tl.float32)
     for t in tl.static_range(8):
         b_token = tl.where((o_r + t < num_rows)[:, None], b_x[t] - b_mean, 0.0)
         b_amax = tl.maximum(b_amax, tl.abs(b_token))
-        b_shifted = b_shifted + (b_token,)
+        b_shifted += (b_token,)
     b_scale = scale_of(tl.max(tl.max(b_amax, 0), 0))
     b_inverse = tl.div_rn(1.0, b_scale)
     p_codes += i_block * (64 * D) + o_u[:, None] * (8 * D) + o_d[None, :]
@@ -74,12 +77,12 @@ def _quantize_rows_kernel(
     tl.store(p_scale + i_block, b_scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _quantize_values_kernel(
     p_x,
     p_mean,  # [G, D] fp32, read with SHIFT
     p_scale,  # [G] fp32
-    p_codes,  # [G, NB, D, 16] int32, words of four columns in VALUE_ORDER
+    p_codes,  # [G, NB, D, 64] uint8, columns in VALUE_ORDER
     p_units,  # [G, NB * 8, D] fp16
     num_rows,
     num_heads,
@@ -106,27 +109,21 @@ def _quantize_values_kernel(
 
     b_low = tl.zeros([4, D], tl.float32)  # tokens 0 to 7 of the 16
     b_high = tl.zeros([4, D], tl.float32)
-    b_words = ()
-    # Stored column 16 a + 4 t + 2 h + b holds token 16 a + 8 h + 2 t + b; a word is the four columns of one t.
-    for t in tl.static_range(4):
-        b_word = tl.zeros([4, D], tl.int32)
-        for c in tl.static_range(4):
-            token = (c // 2) * 8 + t * 2 + c % 2
-            m_r = (o_r + token < num_rows)[:, None]
-            b_token = tl.load(p_x + token * stride_row, mask=m_r, other=0.0).to(tl.float32)  # [4, D]
-            if c < 2:
-                b_low += b_token
-            else:
-                b_high += b_token
-            b_token = tl.where(m_r, b_token - b_mean, 0.0)
-            b_code = encode(divide(b_token, b_scale, b_inverse), INTEGER)
-            b_word = b_word | (b_code.to(tl.int32) << (8 * c))
-        b_words = b_words + (b_word,)
-    b_codes = tl.join(tl.join(b_words[0], b_words[2]), tl.join(b_words[1], b_words[3]))
-    b_codes = tl.reshape(b_codes, [4, D, 4])
-    o_t = tl.arange(0, 4)
-    p_out = p_codes + i_block * (16 * D) + o_d[None, :, None] * 16 + o_a[:, None, None] * 4 + o_t[None, None, :]
-    tl.store(p_out, b_codes)
+    b_codes: tl.tuple = ()
+    # Stored column 16 a + c, c = 4 t + 2 h + b, holds token 16 a + 8 h + 2 t + b.
+    for c in tl.static_range(16):
+        token = (c // 2 % 2) * 8 + c // 4 * 2 + c % 2
+        m_r = (o_r + token < num_rows)[:, None]
+        b_token = tl.load(p_x + token * stride_row, mask=m_r, other=0.0).to(tl.float32)  # [4, D]
+        if c // 2 % 2 == 0:
+            b_low += b_token
+        else:
+            b_high += b_token
+        b_token = tl.where(m_r, b_token - b_mean, 0.0)
+        b_codes += (encode(divide(b_token, b_scale, b_inverse), INTEGER),)
+    o_c = tl.arange(0, 16)
+    p_out = p_codes + i_block * (64 * D) + o_d[None, :, None] * 64 + o_a[:, None, None] * 16 + o_c[None, None, :]
+    tl.store(p_out, join_columns(b_codes, D))
 
     for h in tl.static_range(2):
         b_count = tl.minimum(tl.maximum(num_rows - o_r - 8 * h, 1), 8).to(tl.float32)[:, None]
@@ -155,6 +152,7 @@ def _quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Te
         SHIFT=mean is not None,
         INTEGER=interpreted(),
         D=HEAD_DIM,
+        num_warps=2,
     )
     return codes.view(torch.float8_e4m3fn), scale, units
 
@@ -164,7 +162,7 @@ def _quantize_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = x.shape
     groups, blocks = batch * heads, triton.cdiv(rows, BLOCK)
-    codes = torch.empty(groups, blocks, HEAD_DIM, BLOCK // 4, dtype=torch.int32, device=x.device)
+    codes = torch.empty(groups, blocks, HEAD_DIM, BLOCK, dtype=torch.uint8, device=x.device)
     units = torch.empty(groups, blocks * UNIT, HEAD_DIM, dtype=torch.float16, device=x.device)
     _quantize_values_kernel[(groups, blocks)](
         x,
@@ -179,13 +177,17 @@ def _quantize_values(
         SHIFT=shift,
         INTEGER=interpreted(),
         D=HEAD_DIM,
+        num_warps=2,
     )
     return codes.view(torch.float8_e4m3fn), units
 
 
-def prepare(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, config: SolAttn2Config
-) -> Operands:
+def pool_rows(x: torch.Tensor) -> torch.Tensor:
+    """Unit means of every head of a [B, H, N, D] view, [B * H, NB * 8, D] fp16."""
+    return _quantize_rows(x, None)[2]
+
+
+def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, config: SolAttn2Config) -> Operands:
     """Quantise and pool one head group.
 
     Args:

@@ -6,8 +6,8 @@
     keep (i, j)  <=>  m_ij - L_i > epsilon - ln NB
 
 Two kernels. The first multiplies unit means on the tensor cores and writes m. Its operand rows are gathered in an
-order that puts all 64 scores of a block pair into one thread's accumulators, so pooling them crosses no lanes. The
-second reads one row of m a program and writes the route; the compaction order is the block order.
+order that puts the 64 scores of a block pair into the accumulators of four lanes, so pooling them takes two exchanges.
+The second reads one row of m a program and writes the route; the compaction order is the block order.
 
 A score that is not finite marks its query block as failed. `poison` then fills the block's output with NaN.
 
@@ -21,14 +21,14 @@ import torch
 import triton
 import triton.language as tl
 
-from solgen.kernels.sol_attn2.config import HEAD_DIM, SolAttn2Config
-from solgen.kernels.sol_attn2.triton.operands import Operands, Route
+from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, SolAttn2Config
+from solgen.kernels.sol_attn2.triton.e4m3 import interpreted
+from solgen.kernels.sol_attn2.triton.operands import Route
 
 LN2 = tl.constexpr(math.log(2))
-HISTOGRAM_LOW = -8.0
-HISTOGRAM_BINS = 2048
-HISTOGRAM_PER_NAT = 128
-"""Share histogram: bin b counts shares in [-8 + b / 128, -8 + (b + 1) / 128) nats; the ends take what lies beyond."""
+
+CHUNK = 16
+"""Words of 32 key blocks that the second kernel holds at once."""
 
 
 @dataclass(frozen=True)
@@ -41,105 +41,176 @@ class Routing:
 
 
 @triton.jit
-def _counts(o_block, o_unit, num_rows):
-    """Real rows of a unit, fp32."""
-    return tl.minimum(tl.maximum(num_rows - o_block * 64 - o_unit * 8, 0), 8).to(tl.float32)
+def _filled(o_block, o_unit, num_rows):
+    """Real rows of a unit, as a share of 8."""
+    return tl.minimum(tl.maximum(num_rows - o_block * 64 - o_unit * 8, 0), 8).to(tl.float32) / 8
 
 
 @triton.jit
-def _mass_tile(b_q, p_k, p_mass, i_q, i_k, num_rows, num_blocks, octaves, MEAN: tl.constexpr, RAGGED: tl.constexpr):
-    """m of 32 query and 8 key blocks; RAGGED weighs units by their real rows. octaves = s log2(e)."""
-    # Column 32 n4 + 8 n + 2 t + b of a product holds unit 2 n + b of key block 4 n4 + t.
-    o_c = tl.arange(0, 64)
-    o_unit = i_k * 64 + (o_c // 32 * 4 + o_c // 2 % 4) * 8 + o_c // 8 % 4 * 2 + o_c % 2
-    o_d = tl.arange(0, 128)
-    p_tile = p_k + o_unit[:, None] * 128 + o_d[None, :]
-    b_k = tl.load(p_tile, mask=(o_unit < num_blocks * 8)[:, None], other=0.0)  # [64, D]
-    b_s = tl.dot(b_q, tl.trans(b_k))  # [256, 64]
-    b_s = tl.permute(tl.reshape(b_s, [4, 4, 2, 8, 2, 4, 4, 2]), [1, 3, 4, 6, 0, 2, 5, 7])
-    b_s = tl.reshape(b_s, [32, 8, 8, 8])  # query block i, key block j, unit a of i, unit b of j
-
-    o_i = i_q * 32 + tl.arange(0, 32)
-    o_j = i_k * 8 + tl.arange(0, 8)
-    if RAGGED:
-        o_u = tl.arange(0, 8)
-        b_ca = _counts(o_i[:, None], o_u[None, :], num_rows)  # [32, 8]
-        b_cb = _counts(o_j[:, None], o_u[None, :], num_rows)  # [8, 8]
-        b_ni = tl.sum(b_ca, 1)[:, None]
-        if MEAN:
-            b_mass = tl.sum(tl.sum(b_s * b_cb[None, :, None, :], 3) * b_ca[:, None, :], 2)
-            b_mass = b_mass / (b_ni * tl.sum(b_cb, 1)[None, :]) * (octaves * LN2)
-        else:
-            b_s = b_s * octaves + tl.log2(b_cb)[None, :, None, :] + tl.log2(b_ca)[:, None, :, None]
-            b_top = tl.max(tl.max(b_s, 3), 2)
-            b_sum = tl.sum(tl.sum(tl.exp2(b_s - b_top[:, :, None, None]), 3), 2)
-            b_mass = (b_top + tl.log2(b_sum) - tl.log2(b_ni)) * LN2
-    else:
-        if MEAN:
-            b_mass = tl.sum(tl.sum(b_s, 3), 2) * (octaves * LN2 / 64)
-        else:
-            b_top = tl.max(tl.max(b_s, 3), 2) * octaves
-            b_sum = tl.sum(tl.sum(tl.exp2(b_s * octaves - b_top[:, :, None, None]), 3), 2)
-            b_mass = (b_top + tl.log2(b_sum)) * LN2
-    m_out = (o_i < num_blocks)[:, None] & (o_j < num_blocks)[None, :]
-    tl.store(p_mass + o_i.to(tl.int64)[:, None] * num_blocks + o_j[None, :], b_mass, mask=m_out)
+def _log2(b_x, ASM: tl.constexpr):
+    """log2 to 2^-22, one instruction with ASM."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [b_x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(b_x)
 
 
 @triton.jit
-def _masses_kernel(
-    p_q,  # [G, NB * 8, D] fp16
-    p_k,  # [G, NB * 8, D] fp16
-    p_mass,  # [G, NB, NB] fp32
+def _mass_tile(
+    b_q,
+    p_k,
+    p_mass,
+    i_q,
+    i_k,
     num_rows,
     num_blocks,
     octaves,
     MEAN: tl.constexpr,
+    RAGGED_Q: tl.constexpr,
+    RAGGED_K: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """m of 32 query and 8 key blocks; RAGGED weighs units by their real rows. octaves = s log2(e)."""
+    # Row 16 w + 8 h + 4 g + u of a product holds unit 4 h + u of key block 2 w + g.
+    o_r = tl.arange(0, 64)
+    o_unit = i_k * 64 + (o_r // 16 * 2 + o_r // 4 % 2) * 8 + o_r // 8 % 2 * 4 + o_r % 4
+    o_d = tl.arange(0, 128)
+    p_tile = p_k + o_unit[:, None] * 128 + o_d[None, :]
+    b_k = tl.load(p_tile, mask=(o_unit < num_blocks * 8)[:, None], other=0.0)  # [64, D]
+    b_s = tl.dot(b_k, b_q)  # [64, 256]
+    # Query block 4 m + t, key block 2 w + g, unit u, (h, n, b): the last dimension lies in one thread.
+    b_s = tl.permute(tl.reshape(b_s, [4, 2, 2, 4, 8, 4, 4, 2]), [4, 6, 0, 2, 3, 1, 5, 7])
+    b_s = tl.reshape(b_s, [32, 8, 4, 16])
+
+    o_i = i_q * 32 + tl.arange(0, 32)
+    o_j = i_k * 8 + tl.arange(0, 8)
+    o_e = tl.arange(0, 16)
+    b_w = tl.full([1, 1, 1, 1], 1.0, tl.float32)
+    if RAGGED_K:
+        o_u = (o_e // 8 * 4)[None, None, :] + tl.arange(0, 4)[None, :, None]
+        b_w = _filled(o_j[:, None, None], o_u, num_rows)[None, :, :, :]  # [1, 8, 4, 16]
+    if RAGGED_Q:
+        b_w = b_w * _filled(o_i[:, None], (o_e % 8)[None, :], num_rows)[:, None, None, :]
+    b_w = tl.broadcast_to(b_w, [32, 8, 4, 16])
+    if MEAN:
+        b_mass = tl.sum(tl.sum(b_s * b_w, 3), 2) / tl.sum(tl.sum(b_w, 3), 2) * (octaves * LN2)
+    else:
+        if RAGGED_Q or RAGGED_K:
+            b_s = tl.where(b_w > 0, b_s, float("-inf"))
+        b_top = tl.max(tl.max(b_s, 3), 2) * octaves
+        b_e = tl.exp2(b_s * octaves - b_top[:, :, None, None]) * b_w
+        b_mass = (b_top + _log2(tl.sum(tl.sum(b_e, 3), 2), ASM)) * LN2
+        if RAGGED_Q:
+            b_rows = tl.minimum(tl.maximum(num_rows - o_i * 64, 0), 64).to(tl.float32)
+            b_mass -= tl.log(b_rows / 64)[:, None]
+    m_out = (o_i < num_blocks)[:, None] & (o_j < num_blocks)[None, :]
+    tl.store(p_mass + o_i.to(tl.int64)[:, None] * num_blocks + o_j[None, :], b_mass, mask=m_out)
+
+
+@triton.jit(do_not_specialize=["first_tile"])
+def _masses_kernel(
+    p_q,  # [G, NB * 8, D] fp16
+    p_k,  # [G, NB * 8, D] fp16
+    p_mass,  # [G, NB, NB] fp32
+    first_tile,
+    num_rows,
+    num_blocks,
+    octaves,
+    MEAN: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ASM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    i_q, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """RAGGED: the tile with the last, partly filled query block. Grid: query tiles, heads, ranges of key tiles."""
+    i_q, i_g = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     p_q += i_g * num_blocks * 1024
     p_k += i_g * num_blocks * 1024
     p_mass += i_g * num_blocks * num_blocks
-    # Row 64 m + 16 w + 8 h + g of a product holds unit 2 m + h of query block 8 w + g.
-    o_r = tl.arange(0, 256)
-    o_unit = i_q * 256 + (o_r // 16 % 4 * 8 + o_r % 8) * 8 + o_r // 64 * 2 + o_r // 8 % 2
+    # Column 32 m + 8 n + 2 t + b of a product holds unit 2 n + b of query block 4 m + t.
+    o_c = tl.arange(0, 256)
+    o_unit = i_q * 256 + (o_c // 32 * 4 + o_c // 2 % 4) * 8 + o_c // 8 % 4 * 2 + o_c % 2
     o_d = tl.arange(0, 128)
     p_tile = p_q + o_unit[:, None] * 128 + o_d[None, :]
-    b_q = tl.load(p_tile, mask=(o_unit < num_blocks * 8)[:, None], other=0.0)  # [256, D]
+    b_q = tl.trans(tl.load(p_tile, mask=(o_unit < num_blocks * 8)[:, None], other=0.0))  # [D, 256]
 
     num_tiles = tl.cdiv(num_blocks, 8)
-    num_full = num_tiles
-    if num_rows % 64 != 0:
-        num_full = tl.where(i_q * 32 + 32 >= num_blocks, 0, (num_blocks - 1) // 8)
-    for i_k in tl.range(0, num_full, num_stages=STAGES):
-        _mass_tile(b_q, p_k, p_mass, i_q, i_k, num_rows, num_blocks, octaves, MEAN, False)
-    for i_k in tl.range(num_full, num_tiles, num_stages=1):
-        _mass_tile(b_q, p_k, p_mass, i_q, i_k, num_rows, num_blocks, octaves, MEAN, True)
+    first = num_tiles * tl.program_id(2) // tl.num_programs(2)
+    last = num_tiles * (tl.program_id(2) + 1) // tl.num_programs(2)
+    num_full = num_rows // 512  # tiles of whole key blocks
+    if num_rows % 64 == 0:
+        num_full = num_tiles
+    for i_k in tl.range(first, tl.minimum(last, num_full), num_stages=STAGES):
+        _mass_tile(b_q, p_k, p_mass, i_q, i_k, num_rows, num_blocks, octaves, MEAN, RAGGED, False, ASM)
+    if last > num_full:  # the last key block is partly filled
+        _mass_tile(b_q, p_k, p_mass, i_q, num_tiles - 1, num_rows, num_blocks, octaves, MEAN, RAGGED, True, ASM)
 
 
 @triton.jit
-def _log_total(b_m):
+def row_tile(p_row, i_w, num_blocks, WORDS: tl.constexpr):
+    """Masses of WORDS x 32 key blocks of a row from word i_w on, -inf past the end, and their blocks."""
+    o_j = (i_w + tl.arange(0, WORDS))[:, None] * 32 + tl.arange(0, 32)[None, :]
+    return tl.load(p_row + o_j, mask=o_j < num_blocks, other=float("-inf")), o_j
+
+
+@triton.jit
+def log_total(p_row, num_blocks, WORDS: tl.constexpr):
     """ln sum exp of one row."""
-    b_top = tl.max(b_m, 0)
-    return b_top + tl.log(tl.sum(tl.exp(b_m - b_top), 0))
+    b_top = tl.full([WORDS, 32], -1e30, tl.float32)
+    b_sum = tl.zeros([WORDS, 32], tl.float32)
+    for i_w in range(0, tl.cdiv(num_blocks, 32), WORDS):
+        b_m = row_tile(p_row, i_w, num_blocks, WORDS)[0] * (1 / LN2)
+        b_new = tl.maximum(b_top, b_m)
+        b_sum = b_sum * tl.exp2(b_top - b_new) + tl.exp2(b_m - b_new)
+        b_top = b_new
+    top = tl.max(tl.max(b_top, 1), 0)
+    return (top + tl.log2(tl.sum(tl.sum(b_sum * tl.exp2(b_top - top), 1), 0))) * LN2
 
 
 @triton.jit
-def _best(b_m, m_j, top_k):
-    """The top_k largest of a row; ties go to the earlier."""
-    b_key = b_m.to(tl.int32, bitcast=True)
-    b_key = (b_key ^ ((b_key >> 31) & 0x7FFFFFFF)).to(tl.int64)  # ordered like the floats
+def _pack(m_bits):
+    """Words [WORDS] of a row of bits [WORDS, 32]."""
+    return tl.sum(m_bits.to(tl.int32) << tl.arange(0, 32)[None, :], 1)
+
+
+@triton.jit
+def _population(b_word):
+    """Bits set in each int32."""
+    b_word = b_word - ((b_word >> 1) & 0x55555555)
+    b_word = (b_word & 0x33333333) + ((b_word >> 2) & 0x33333333)
+    return ((((b_word + (b_word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24) & 0x3F
+
+
+@triton.jit
+def _rank(b_word):
+    """Bits set before each bit of a row of words: [WORDS, 32], and in all of it."""
+    b_count = _population(b_word)
+    b_before = tl.cumsum(b_count, 0) - b_count
+    b_below = b_word[:, None] & ((1 << tl.arange(0, 32)) - 1)[None, :]
+    return b_before[:, None] + _population(b_below), tl.sum(b_count, 0)
+
+
+@triton.jit
+def _order(b_m):
+    """Integers ordered like the floats."""
+    b_bits = b_m.to(tl.int32, bitcast=True)
+    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _cut(p_row, num_blocks, top_k, WORDS: tl.constexpr):
+    """The top_k-th largest mass of a row, by `_order`, and how many of its equals belong to the top_k."""
+    b_m, o_j = row_tile(p_row, 0, num_blocks, WORDS)
+    m_j = o_j < num_blocks
+    b_key = _order(b_m).to(tl.int64)
     low = tl.full([], -(2**31), tl.int64)
     high = tl.full([], 2**31, tl.int64)
-    for _ in range(32):  # the largest key that top_k blocks reach
+    for _ in range(32):
         middle = (low + high) // 2
-        reached = tl.sum((m_j & (b_key >= middle)).to(tl.int32), 0) >= top_k
+        reached = tl.sum(tl.sum((m_j & (b_key >= middle)).to(tl.int32), 1), 0) >= top_k
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
-    m_above = m_j & (b_key > low)
-    m_tie = m_j & (b_key == low)
-    left = top_k - tl.sum(m_above.to(tl.int32), 0)
-    return m_above | (m_tie & (tl.cumsum(m_tie.to(tl.int32), 0) <= left))
+    return low.to(tl.int32), top_k - tl.sum(tl.sum((m_j & (b_key > low)).to(tl.int32), 1), 0)
 
 
 @triton.jit
@@ -158,63 +229,49 @@ def _select_kernel(
     TOP_K: tl.constexpr,
     SINK: tl.constexpr,
     WORDS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     i_i, i_g = tl.program_id(0), tl.program_id(1)
     i_row = (i_g * num_blocks + i_i).to(tl.int64)
-    o_j = tl.arange(0, WORDS * 32)
-    m_j = o_j < num_blocks
-    b_m = tl.load(p_mass + i_row * num_blocks + o_j, mask=m_j, other=float("-inf"))
-    b_mixed = tl.load(p_mixed + o_j, mask=m_j, other=1) != 0
+    p_row = p_mass + i_row * num_blocks
+    o_bit = tl.arange(0, 32)
     is_mixed = tl.load(p_mixed + i_i) != 0
-
     if TOP_K:
-        m_keep = _best(b_m, m_j, top_k)
+        cut, spare = _cut(p_row, num_blocks, top_k, WORDS)
     else:
-        m_keep = b_m - _log_total(b_m) > threshold
-    m_keep = m_keep | is_mixed
-    if SINK:
-        m_keep = m_keep | b_mixed
-    m_keep = m_keep & m_j
+        total = log_total(p_row, num_blocks, CHUNK)
 
-    b_keep = m_keep.to(tl.int32)
-    b_position = tl.cumsum(b_keep, 0) - b_keep
-    tl.store(p_blocks + i_row * num_blocks + b_position, o_j.to(tl.int16), mask=m_keep)
-    b_bits = tl.reshape(b_keep, [WORDS, 32]) << tl.arange(0, 32)[None, :]
-    o_w = tl.arange(0, WORDS)
-    tl.store(p_mask + i_row * num_words + o_w, tl.sum(b_bits, 1), mask=o_w < num_words)
-    tl.store(p_count + i_row, tl.sum(b_keep, 0))
-    video = tl.sum((m_keep & ~b_mixed).to(tl.int32), 0)
-    tl.store(p_kept_video + i_row, tl.where(is_mixed, 0, video))
-    tl.store(p_failed + i_row, tl.sum(tl.where(m_j, b_m * 0.0, 0.0), 0) != 0.0)
+    count = 0
+    count_video = 0
+    b_bad = tl.zeros([CHUNK, 32], tl.float32)
+    for i_w in range(0, num_words, CHUNK):
+        b_m, o_j = row_tile(p_row, i_w, num_blocks, CHUNK)
+        m_j = o_j < num_blocks
+        b_bad += tl.where(m_j, b_m * 0.0, 0.0)
+        b_mixed = _pack(tl.load(p_mixed + o_j, mask=m_j, other=0) != 0)
+        if TOP_K:
+            b_key = _order(b_m)
+            m_tie = m_j & (b_key == cut)
+            b_rank, num_ties = _rank(_pack(m_tie))
+            b_word = _pack((b_key > cut) | (m_tie & (b_rank < spare)))
+            spare -= num_ties
+        else:
+            b_word = _pack(b_m - total > threshold)
+        if SINK:
+            b_word = b_word | b_mixed
+        b_valid = _pack(m_j)
+        b_word = tl.where(is_mixed, b_valid, b_word & b_valid)
 
-
-@triton.jit
-def _histogram_kernel(
-    p_mass,  # [G, NB, NB] fp32
-    p_mixed,  # [NB] bool
-    p_histogram,  # [BINS] int64, added to
-    num_blocks,
-    log_blocks,
-    low,
-    per_nat,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    i_i, i_g = tl.program_id(0), tl.program_id(1)
-    o_j = tl.arange(0, COLUMNS)
-    m_j = o_j < num_blocks
-    m_video = tl.load(p_mixed + o_j, mask=m_j, other=1) == 0
-    b_histogram = tl.zeros([BINS], tl.int32)
-    for i in range(i_i * ROWS, min(i_i * ROWS + ROWS, num_blocks)):
-        i_row = (i_g * num_blocks + i).to(tl.int64)
-        b_m = tl.load(p_mass + i_row * num_blocks + o_j, mask=m_j, other=float("-inf"))
-        b_share = b_m - _log_total(b_m) + log_blocks
-        b_bin = tl.minimum(tl.maximum((b_share - low) * per_nat, 0.0), BINS - 1.0).to(tl.int32)
-        is_video = tl.load(p_mixed + i) == 0
-        b_histogram += tl.histogram(b_bin, BINS, mask=m_video & is_video)
-    o_bin = tl.arange(0, BINS)
-    tl.atomic_add(p_histogram + o_bin, b_histogram.to(tl.int64), mask=b_histogram > 0, sem="relaxed")
+        b_rank, kept = _rank(b_word)
+        p_list = p_blocks + i_row * num_blocks + count
+        tl.store(p_list + b_rank, o_j.to(tl.int16), mask=((b_word[:, None] >> o_bit[None, :]) & 1) != 0)
+        o_w = i_w + tl.arange(0, CHUNK)
+        tl.store(p_mask + i_row * num_words + o_w, b_word, mask=o_w < num_words)
+        count += kept
+        count_video += tl.sum(_population(b_word & ~b_mixed), 0)
+    tl.store(p_count + i_row, count)
+    tl.store(p_kept_video + i_row, tl.where(is_mixed, 0, count_video))
+    tl.store(p_failed + i_row, tl.sum(tl.sum(b_bad, 1), 0) != 0.0)
 
 
 @triton.jit
@@ -226,20 +283,32 @@ def _poison_kernel(p_failed, p_out, num_rows, num_blocks, stride_head, stride_ro
         tl.store(p_tile, tl.full([64, D], float("nan"), tl.float32), mask=(o_r < num_rows)[:, None])
 
 
-def block_masses(operands: Operands, *, scale: float, mean: bool = False) -> torch.Tensor:
+def block_masses(
+    q_units: torch.Tensor, k_units: torch.Tensor, num_rows: int, *, scale: float, mean: bool = False
+) -> torch.Tensor:
     """m_ij of all block pairs, [G, NB, NB] fp32, in nats; with `mean` the scores of the block means instead."""
-    groups, blocks = operands.q_scale.shape
-    masses = torch.empty(groups, blocks, blocks, dtype=torch.float32, device=operands.q_scale.device)
-    _masses_kernel[(triton.cdiv(blocks, 32), groups)](
-        operands.q_units,
-        operands.k_units,
-        masses,
-        operands.num_rows,
-        blocks,
-        scale / math.log(2),
-        MEAN=mean,
-        STAGES=3,
-    )
+    groups, blocks = q_units.shape[0], triton.cdiv(num_rows, BLOCK)
+    masses = torch.empty(groups, blocks, blocks, dtype=torch.float32, device=q_units.device)
+    tiles = triton.cdiv(blocks, 32)
+    ragged = min(1, num_rows % BLOCK)
+    # The tile with the partly filled query block is one of a head, so its keys are split among programs.
+    split = min(8, triton.cdiv(blocks, 8))
+    for first, count, ranges in ((0, tiles - ragged, 1), (tiles - ragged, ragged, split)):
+        if count:
+            _masses_kernel[(count, groups, ranges)](
+                q_units,
+                k_units,
+                masses,
+                first,
+                num_rows,
+                blocks,
+                scale / math.log(2),
+                MEAN=mean,
+                RAGGED=ragged > 0 and first == tiles - 1,
+                ASM=not interpreted(),
+                STAGES=3,
+                num_warps=8,
+            )
     return masses
 
 
@@ -276,25 +345,10 @@ def select(masses: torch.Tensor, mixed: torch.Tensor, *, config: SolAttn2Config)
         TOP_K=config.top_k is not None,
         SINK=config.sink,
         WORDS=triton.next_power_of_2(words),
+        CHUNK=CHUNK,
+        num_warps=2 if config.top_k is None else 8,
     )
     return Routing(route, kept_video, failed)
-
-
-def add_share_histogram(histogram: torch.Tensor, masses: torch.Tensor, mixed: torch.Tensor) -> None:
-    """Count the shares m_ij - L_i + ln NB of all-video block pairs into `histogram`, [HISTOGRAM_BINS] int64."""
-    groups, blocks, _ = masses.shape
-    _histogram_kernel[(triton.cdiv(blocks, 32), groups)](
-        masses,
-        mixed,
-        histogram,
-        blocks,
-        math.log(blocks),
-        HISTOGRAM_LOW,
-        HISTOGRAM_PER_NAT,
-        ROWS=32,
-        COLUMNS=triton.next_power_of_2(blocks),
-        BINS=HISTOGRAM_BINS,
-    )
 
 
 def poison(failed: torch.Tensor, out: torch.Tensor) -> None:

@@ -43,14 +43,16 @@ def _chunk_kernel(
     b_sum = tl.zeros([ROWS, D], tl.float32)
     b_max = tl.full([ROWS, D], float("-inf"), tl.float32)
     b_min = tl.full([ROWS, D], float("inf"), tl.float32)
-    for i_r in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, num_rows), ROWS):
-        m_r = (i_r + o_r < num_rows)[:, None]  # [ROWS, 1]
-        p_tile = p_x + (i_r + o_r).to(tl.int64)[:, None] * stride_row + o_d[None, :]
-        b_x = tl.load(p_tile, mask=m_r, other=0.0).to(tl.float32)  # [ROWS, D]
-        b_sum += b_x
-        if EXTREMES:
-            b_max = tl.maximum(b_max, tl.where(m_r, b_x, float("-inf")))
-            b_min = tl.minimum(b_min, tl.where(m_r, b_x, float("inf")))
+    for i_r in range(i_c * CHUNK, min(i_c * CHUNK + CHUNK, num_rows), 4 * ROWS):
+        for u in tl.static_range(4):  # four loads in flight
+            o_row = i_r + u * ROWS + o_r
+            # Past the end the last row stands in: it changes no extreme.
+            p_tile = p_x + tl.minimum(o_row, num_rows - 1).to(tl.int64)[:, None] * stride_row + o_d[None, :]
+            b_x = tl.load(p_tile).to(tl.float32)  # [ROWS, D]
+            b_sum += tl.where((o_row < num_rows)[:, None], b_x, 0.0)
+            if EXTREMES:
+                b_max = tl.maximum(b_max, b_x)
+                b_min = tl.minimum(b_min, b_x)
     p_out = p_partial + (i_g * num_chunks + i_c).to(tl.int64) * (3 * D) + o_d
     tl.store(p_out, tl.sum(b_sum, 0))
     if EXTREMES:
@@ -99,11 +101,9 @@ def _statistics(x: torch.Tensor, smooth: bool, extremes: bool) -> tuple[torch.Te
     scale = torch.empty(groups, dtype=torch.float32, device=x.device)
     partial = torch.empty(groups, chunks, 3, HEAD_DIM, dtype=torch.float32, device=x.device)
     _chunk_kernel[(groups, chunks)](
-        x, partial, rows, heads, chunks, *x.stride()[:3], EXTREMES=extremes, CHUNK=CHUNK, ROWS=32, D=HEAD_DIM
+        x, partial, rows, heads, chunks, *x.stride()[:3], EXTREMES=extremes, CHUNK=CHUNK, ROWS=16, D=HEAD_DIM
     )
-    _join_kernel[(groups,)](
-        partial, mean, scale, rows, chunks, SMOOTH=smooth, EXTREMES=extremes, CHUNKS=16, D=HEAD_DIM
-    )
+    _join_kernel[(groups,)](partial, mean, scale, rows, chunks, SMOOTH=smooth, EXTREMES=extremes, CHUNKS=16, D=HEAD_DIM)
     return mean, scale
 
 

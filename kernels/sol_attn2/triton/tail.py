@@ -11,6 +11,8 @@ C = 8. Surrogate a C + c belongs to anchor a.
 Two kernels. The first owns 64 anchors and one slot: two products on the tensor cores with a running maximum between
 them; the FP16 weights that multiply the means are the ones that are summed. It knows the head's value scale, but not
 yet the largest k_F of a query block: the second kernel quantises k_F, transposes the value codes and forms the bias.
+The first holds no correctly rounded division: its slow path is a call, and ptxas serialises products around calls.
+Sizes stay variables in what casts to FP8, as in `prepare`.
 
 Legend: G heads, NB blocks of 64 rows, A anchors a block, R = NB A anchors of a head, D = 128.
 """
@@ -22,10 +24,13 @@ import triton
 import triton.language as tl
 
 from solgen.kernels.sol_attn2.config import HEAD_DIM, SLOTS, UNIT, UNITS, SolAttn2Config
-from solgen.kernels.sol_attn2.triton.e4m3 import decode, divide, encode, interpreted, scale_of
+from solgen.kernels.sol_attn2.triton.e4m3 import decode, divide, encode, interpreted, join_columns, scale_of
 from solgen.kernels.sol_attn2.triton.operands import Operands, Route, Tail
 
 LN2 = tl.constexpr(math.log(2))
+
+ROWS, STEP, STAGES = 64, 32, 3
+"""Anchors of a program, units of one of its products, and products whose loads are in flight."""
 
 
 @triton.jit
@@ -46,6 +51,21 @@ def _anchor_kernel(p_units, p_anchor, num_rows, num_anchors, D: tl.constexpr):
 
 
 @triton.jit
+def _slot_start(i_c, num_blocks, SLOTS: tl.constexpr):
+    """First block j with floor(SLOTS j / NB) >= i_c."""
+    return (i_c * num_blocks + SLOTS - 1) // SLOTS
+
+
+@triton.jit
+def _kept_bits(p_word, i_j, num_words):
+    """Kept bits of 32 key blocks from i_j on, bit 0 first, for the rows of p_word."""
+    i_word = tl.minimum(i_j // 32, num_words - 1)
+    b_low = tl.load(p_word + i_word).to(tl.uint32, bitcast=True)
+    b_high = tl.load(p_word + tl.minimum(i_word + 1, num_words - 1)).to(tl.uint32, bitcast=True)
+    return (b_low >> (i_j % 32)) | (b_high << 1 << (31 - i_j % 32))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _compress_kernel(
     p_anchor,  # [G, R, D] fp16
     p_k,  # [G, NB * 8, D] fp16
@@ -56,7 +76,7 @@ def _compress_kernel(
     p_v_scale,  # [G] fp32
     p_key,  # [G, R, C, D] fp16, k_F less k_mean
     p_value,  # [G, R, C, D] uint8, codes of v_F less v_mean
-    p_log_mass,  # [G, R, C] fp32, ln S_c - s qbar . k_mean
+    p_log_mass,  # [G, R, C] fp32, ln S_c
     num_rows,
     num_blocks,
     num_words,
@@ -65,79 +85,77 @@ def _compress_kernel(
     ANCHORS: tl.constexpr,
     SLOTS: tl.constexpr,
     INTEGER: tl.constexpr,
+    ROWS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     D: tl.constexpr,
 ):
     i_r, i_c, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     num_anchors = num_blocks * ANCHORS
-    o_r = i_r * 64 + tl.arange(0, 64)
+    o_r = i_r * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, D)
     o_u = tl.arange(0, STEP)
     m_r = o_r < num_anchors
     p_tile = p_anchor + (i_g * num_anchors + o_r)[:, None] * D + o_d[None, :]
-    b_q = tl.load(p_tile, mask=m_r[:, None], other=0.0)  # [64, D]
+    b_q = tl.load(p_tile, mask=m_r[:, None], other=0.0)  # [ROWS, D]
     p_k += i_g * num_blocks * (8 * D)
     p_v += i_g * num_blocks * (8 * D)
-    p_word = p_mask + (i_g * num_blocks + o_r // ANCHORS) * num_words
+    p_word = p_mask + (i_g * num_blocks + tl.minimum(o_r, num_anchors - 1) // ANCHORS) * num_words
     octaves = scale * (1.0 / LN2)
 
-    b_top = tl.full([64], float("-inf"), tl.float32)
-    b_sum = tl.zeros([64], tl.float32)
-    b_key = tl.zeros([64, D], tl.float32)
-    b_value = tl.zeros([64, D], tl.float32)
-    first = (i_c * num_blocks + SLOTS - 1) // SLOTS
-    last = ((i_c + 1) * num_blocks + SLOTS - 1) // SLOTS
+    first = _slot_start(i_c, num_blocks, SLOTS)
+    last = _slot_start(i_c + 1, num_blocks, SLOTS)
+    b_top = tl.full([ROWS], float("-inf"), tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_key = tl.zeros([ROWS, D], tl.float32)
+    b_value = tl.zeros([ROWS, D], tl.float32)
     for i_j in tl.range(first, last, STEP // 8, num_stages=STAGES):
         o_unit = i_j * 8 + o_u
         m_u = o_unit < last * 8
         o_tile = o_unit[:, None] * D + o_d[None, :]
         b_k = tl.load(p_k + o_tile, mask=m_u[:, None], other=0.0)  # [STEP, D]
         b_v = tl.load(p_v + o_tile, mask=m_u[:, None], other=0.0)  # [STEP, D]
-        b_low = tl.load(p_word + i_j // 32, mask=m_r, other=0).to(tl.uint32, bitcast=True)
-        m_high = m_r & (i_j // 32 + 1 < num_words)
-        b_high = tl.load(p_word + i_j // 32 + 1, mask=m_high, other=0).to(tl.uint32, bitcast=True)
-        b_kept = (b_low >> (i_j % 32).to(tl.uint32)) | ((b_high << 1) << (31 - i_j % 32).to(tl.uint32))
-
+        b_kept = _kept_bits(p_word, i_j, num_words)
         b_log = tl.where(o_unit < num_rows // 8, 3.0, tl.where(o_unit == num_rows // 8, log_last, float("-inf")))
         b_log = tl.where(m_u, b_log, float("-inf"))
-        b_z = tl.dot(b_q, tl.trans(b_k)) * octaves + b_log[None, :]  # [64 anchors, STEP units]
+        b_z = tl.dot(b_q, tl.trans(b_k)) * octaves + b_log[None, :]  # [ROWS, STEP]
         b_z = tl.where((b_kept[:, None] & (1 << (o_u // 8))[None, :]) != 0, float("-inf"), b_z)
         b_new = tl.maximum(b_top, tl.max(b_z, 1))
         b_pivot = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_w = tl.exp2(b_z - b_pivot[:, None]).to(tl.float16)
         b_carry = tl.exp2(b_top - b_pivot)
         b_sum = b_sum * b_carry + tl.sum(b_w.to(tl.float32), 1)
-        b_key = b_key * b_carry[:, None] + tl.dot(b_w, b_k)
-        b_value = b_value * b_carry[:, None] + tl.dot(b_w, b_v)
+        b_key = tl.dot(b_w, b_k, b_key * b_carry[:, None])
+        b_value = tl.dot(b_w, b_v, b_value * b_carry[:, None])
         b_top = b_new
 
     m_empty = b_sum == 0.0
     b_inverse = 1.0 / tl.where(m_empty, 1.0, b_sum)
     o_out = (i_g * num_anchors + o_r) * SLOTS + i_c
-    o_tile = o_out[:, None] * D + o_d[None, :]
+    o_store = o_out[:, None] * D + o_d[None, :]
+    b_log_mass = tl.where(m_empty, float("-inf"), (b_top + tl.log2(b_sum)) * LN2)
+    tl.store(p_log_mass + o_out, b_log_mass, mask=m_r)
     b_k_mean = tl.load(p_k_mean + i_g * D + o_d)[None, :]
-    b_key = tl.where(m_empty[:, None], 0.0, b_key * b_inverse[:, None] - b_k_mean)
-    tl.store(p_key + o_tile, b_key.to(tl.float16), mask=m_r[:, None])
-    b_scale = tl.load(p_v_scale + i_g)
-    b_value = b_value * b_inverse[:, None] - tl.load(p_v_mean + i_g * D + o_d)[None, :]
-    b_value = divide(tl.where(m_empty[:, None], 0.0, b_value), b_scale, tl.div_rn(1.0, b_scale))
-    tl.store(p_value + o_tile, encode(b_value, INTEGER), mask=m_r[:, None])
-    b_shift = tl.sum(b_q.to(tl.float32) * b_k_mean, 1) * scale
-    b_log_mass = (b_top + tl.log2(b_sum)) * LN2 - b_shift
-    tl.store(p_log_mass + o_out, tl.where(m_empty, float("-inf"), b_log_mass), mask=m_r)
+    b_out = tl.where(m_empty[:, None], 0.0, b_key * b_inverse[:, None] - b_k_mean)
+    tl.store(p_key + o_store, b_out.to(tl.float16), mask=m_r[:, None])
+    b_v_mean = tl.load(p_v_mean + i_g * D + o_d)[None, :]
+    v_inverse = 1.0 / tl.load(p_v_scale + i_g)
+    b_out = tl.where(m_empty[:, None], 0.0, (b_value * b_inverse[:, None] - b_v_mean) * v_inverse)
+    tl.store(p_value + o_store, encode(b_out, INTEGER), mask=m_r[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _encode_kernel(
     p_key,  # [G, NB, 64, D] fp16
     p_value,  # [G, NB, 64, D] uint8
     p_log_mass,  # [G, NB, 64] fp32
     p_q,  # [G, NB, 64, D] uint8
     p_q_scale,  # [G, NB] fp32
+    p_anchor,  # [G, NB, A, D] fp16
+    p_k_mean,  # [G, D] fp32
     p_k_codes,  # [G, NB, 64, D] uint8
     p_k_scale,  # [G, NB] fp32
-    p_v_codes,  # [G, NB, D, 16] int32, words of four columns in VALUE_ORDER
+    p_v_codes,  # [G, NB, D, 64] uint8, columns in VALUE_ORDER
     p_bias,  # [G, NB, 64] fp32
     num_rows,
     num_blocks,
@@ -164,22 +182,23 @@ def _encode_kernel(
     b_anchor = tl.sum(b_q, 1) / b_count[:, None]  # [A, D]
     b_product = tl.reshape(decode(b_codes, INTEGER), [ANCHORS, 64 // ANCHORS, D]) * b_anchor[:, None, :]
     b_product = tl.reshape(tl.sum(b_product, 2), [64])
-    factor = tl.load(p_q_scale + i_block) * b_scale * scale
+    factor = tl.load(p_q_scale + i_block) * b_scale
+    o_anchor = (i_block * ANCHORS + tl.arange(0, ANCHORS))[:, None] * D + o_d[None, :]
+    b_shift = tl.load(p_anchor + o_anchor).to(tl.float32) * tl.load(p_k_mean + i_g * D + o_d)[None, :]
+    b_shift = tl.broadcast_to(tl.sum(b_shift, 1)[:, None], [ANCHORS, 64 // ANCHORS])
     b_log_mass = tl.load(p_log_mass + i_block * 64 + o_r)
-    tl.store(p_bias + i_block * 64 + o_r, b_log_mass - b_product * factor)
+    b_bias = b_log_mass - scale * (tl.reshape(b_shift, [64]) + b_product * factor)
+    tl.store(p_bias + i_block * 64 + o_r, b_bias)
 
-    o_p = tl.arange(0, 4)
-    b_words = ()
-    for t in tl.static_range(4):
-        b_word = tl.zeros([4, D], tl.int32)
-        for c in tl.static_range(4):
-            o_slot = o_p * 16 + (c // 2) * 8 + t * 2 + c % 2
-            b_code = tl.load(p_value + i_block * (64 * D) + o_slot[:, None] * D + o_d[None, :])
-            b_word = b_word | (b_code.to(tl.int32) << (8 * c))
-        b_words = b_words + (b_word,)
-    b_words = tl.join(tl.join(b_words[0], b_words[2]), tl.join(b_words[1], b_words[3]))
-    p_out = p_v_codes + i_block * (16 * D) + o_d[None, :, None] * 16 + o_p[:, None, None] * 4 + o_p[None, None, :]
-    tl.store(p_out, tl.reshape(b_words, [4, D, 4]))
+    o_a = tl.arange(0, 4)
+    o_c = tl.arange(0, 16)
+    b_columns: tl.tuple = ()
+    for c in tl.static_range(16):  # stored column 16 a + c: see the values of `prepare`
+        o_slot = o_a * 16 + (c // 2 % 2) * 8 + c // 4 * 2 + c % 2
+        p_slot = p_value + i_block * (64 * D) + o_slot[:, None] * D + o_d[None, :]
+        b_columns += (tl.load(p_slot),)
+    p_out = p_v_codes + i_block * (64 * D) + o_d[None, :, None] * 64 + o_a[:, None, None] * 16 + o_c[None, None, :]
+    tl.store(p_out, join_columns(b_columns, D))
 
 
 def _anchors(operands: Operands, kind: str) -> torch.Tensor:
@@ -187,9 +206,7 @@ def _anchors(operands: Operands, kind: str) -> torch.Tensor:
         return operands.q_units
     groups, blocks = operands.q_scale.shape
     anchors = operands.q_units.new_empty(groups, blocks, HEAD_DIM)
-    _anchor_kernel[(triton.cdiv(blocks, 16), groups)](
-        operands.q_units, anchors, operands.num_rows, blocks, D=HEAD_DIM
-    )
+    _anchor_kernel[(triton.cdiv(blocks, 16), groups)](operands.q_units, anchors, operands.num_rows, blocks, D=HEAD_DIM)
     return anchors
 
 
@@ -203,10 +220,11 @@ def compress(operands: Operands, route: Route, *, config: SolAttn2Config, scale:
     def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(groups, blocks, *shape, dtype=dtype, device=device)
 
+    anchors = _anchors(operands, config.tail)
     key, value = new(SLOTS, HEAD_DIM, dtype=torch.float16), new(SLOTS, HEAD_DIM, dtype=torch.uint8)
     log_mass = new(SLOTS, dtype=torch.float32)
-    _compress_kernel[(triton.cdiv(blocks * num_anchors, 64), num_slots, groups)](
-        _anchors(operands, config.tail),
+    _compress_kernel[(triton.cdiv(blocks * num_anchors, ROWS), num_slots, groups)](
+        anchors,
         operands.k_units,
         operands.v_units,
         route.mask,
@@ -224,12 +242,13 @@ def compress(operands: Operands, route: Route, *, config: SolAttn2Config, scale:
         ANCHORS=num_anchors,
         SLOTS=num_slots,
         INTEGER=interpreted(),
-        STEP=32,
-        STAGES=3,
+        ROWS=ROWS,
+        STEP=STEP,
+        STAGES=STAGES,
         D=HEAD_DIM,
         num_warps=4,
     )
-    k_codes, v_codes = new(SLOTS, HEAD_DIM, dtype=torch.uint8), new(HEAD_DIM, SLOTS // 4, dtype=torch.int32)
+    k_codes, v_codes = new(SLOTS, HEAD_DIM, dtype=torch.uint8), new(HEAD_DIM, SLOTS, dtype=torch.uint8)
     k_scale, bias = new(dtype=torch.float32), new(SLOTS, dtype=torch.float32)
     _encode_kernel[(blocks, groups)](
         key,
@@ -237,6 +256,8 @@ def compress(operands: Operands, route: Route, *, config: SolAttn2Config, scale:
         log_mass,
         operands.q_codes.view(torch.uint8),
         operands.q_scale,
+        anchors,
+        operands.k_mean,
         k_codes,
         k_scale,
         v_codes,
@@ -247,7 +268,7 @@ def compress(operands: Operands, route: Route, *, config: SolAttn2Config, scale:
         ANCHORS=num_anchors,
         INTEGER=interpreted(),
         D=HEAD_DIM,
-        num_warps=4,
+        num_warps=2,
     )
     return Tail(
         k_codes=k_codes.view(torch.float8_e4m3fn),

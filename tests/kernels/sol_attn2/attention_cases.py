@@ -88,7 +88,8 @@ def make_case(
     density: float = 0.3,
     tail_kind: str = "slots",
     spread: float = 1.0,
-    device: str = "cpu",
+    kept: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Case:
     """Random codes of `num_heads` heads and a random route with rows that keep no, one and every block.
@@ -96,6 +97,7 @@ def make_case(
     Args:
         density: Share of kept pairs in the other rows.
         spread: Standard deviation of the scores in nats.
+        kept: Another route, [G, NB, NB] bool.
     """
     generator = torch.Generator(device).manual_seed(seed)
     num_blocks = -(-num_rows // 64)
@@ -107,12 +109,14 @@ def make_case(
     q_codes, q_scale = quantised(rows() * spread, (2, 3))
     k_codes, k_scale = quantised(rows(), (2, 3))
     v_codes, v_scale = quantised(rows(), (1, 2, 3))
-    kept = torch.rand(num_heads, num_blocks, num_blocks, generator=generator, device=device) < density
-    kept[:, num_blocks // 2] = True
-    kept[:, num_blocks // 3] = False
-    kept[:, num_blocks // 3, -1] = True
-    if tail_kind != "none":
-        kept[:, 0] = False
+    if kept is None:
+        kept = torch.rand(num_heads, num_blocks, num_blocks, generator=generator, device=device) < density
+        kept[:, num_blocks // 2] = True
+        kept[:, num_blocks // 3] = False
+        kept[:, num_blocks // 3, -1] = True
+        if tail_kind != "none":
+            kept[:, 0] = False
+    kept = kept.to(device)
     nothing = torch.empty(0, dtype=torch.float16, device=device)
     operands = Operands(
         q_codes=poisoned(q_codes.flatten(1, 2)),
@@ -210,31 +214,64 @@ def oracle(
 
 
 def check_rows(
-    case: Case, head: int, query_blocks: list[int], out: torch.Tensor, lse: torch.Tensor | None, offset: int = 7
-) -> tuple[float, float]:
-    """Hold some rows of a kernel's results to the two error rules of the numerics notes; returns both ratios.
+    case: Case, head: int, query_blocks: list[int], out: torch.Tensor, lse: torch.Tensor, *, offset: int, peaked: bool
+) -> None:
+    """Hold some rows of a kernel's results to the two error rules of the numerics notes.
 
-    (a) error against float64 at most twice the FP8 oracle's; (b) distance to the FP8 oracle at most 3e-3 of it plus
-    0.15 of the oracle's own error. Both must be at most 1.
+    (a) The error against float64 is at most twice the FP8 oracle's. (b) The distance to the FP8 oracle is at most 3e-3
+    of it plus 0.15 of the oracle's own error; not asked of peaked rows, where the 14 bits of Hopper's FP8 sums move
+    codes of large scores.
     """
-    exact, exact_lse = oracle(case, head, query_blocks, fp8=False)
+    exact, _ = oracle(case, head, query_blocks, fp8=False)
     fp8, fp8_lse = oracle(case, head, query_blocks, fp8=True, offset=offset)
     rows = torch.cat([torch.arange(64 * i, 64 * i + 64) for i in query_blocks])
-    real = rows < case.operands.num_rows
-    got = out[head][rows[real].to(out.device)].double()
-    exact, fp8 = exact.flatten(0, 1)[real.to(out.device)], fp8.flatten(0, 1)[real.to(out.device)]
+    real = (rows < case.operands.num_rows).to(out.device)
+    rows = rows.to(out.device)[real]
+    got, exact, fp8 = out[head][rows].double(), exact.flatten(0, 1)[real], fp8.flatten(0, 1)[real]
     assert got.isfinite().all()
     own = (fp8 - exact).norm()
-    rounding = 2.0**-9 if out.dtype == torch.bfloat16 else 2.0**-12
-    ratio_a = (got - exact).norm() / (2 * own + rounding * exact.norm() + 1e-30)
-    ratio_b = (got - fp8).norm() / (3e-3 * fp8.norm() + 0.15 * own + 1e-30)
-    if lse is not None:
-        want = fp8_lse.flatten()[real.to(out.device)]
-        have = lse[head][rows[real].to(out.device)].double()
-        finite = want.isfinite()
-        assert (finite == have.isfinite()).all()
-        if finite.any():  # one code, 0.087 nats, where one key holds the whole row
-            difference = (have - want)[finite].abs()
-            assert difference.amax() <= 0.1, difference.amax()
-            assert difference.mean() <= 5e-3, difference.mean()
-    return float(ratio_a), float(ratio_b)
+    rounding = torch.finfo(out.dtype).eps / 2
+    assert (got - exact).norm() <= 2 * own + rounding * exact.norm()
+    assert peaked or (got - fp8).norm() <= 3e-3 * fp8.norm() + 0.15 * own
+
+    have, want = lse[head][rows].double(), fp8_lse.flatten()[real]
+    assert torch.equal(have.isfinite(), want.isfinite())
+    difference = (have - want)[want.isfinite()].abs()
+    if len(difference):  # one code is 0.087 nats, where one key holds the whole row
+        assert difference.amax() <= 0.18
+        assert difference.mean() <= 5e-3
+
+
+def check_attend(attend, case: Case, *, offset: int = 7, peaked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a kernel twice into poisoned strided outputs and check rows of up to three heads; output and LSE."""
+    num_heads, num_blocks, _ = case.kept.shape
+    num_rows, device = case.operands.num_rows, case.kept.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # Triton's interpreter truncates to bf16
+    results = []
+    for _ in range(2):
+        buffer = torch.full((num_rows + 2, num_heads + 1, 128), math.nan, dtype=dtype, device=device)
+        out = buffer[1:-1, :num_heads].transpose(0, 1)
+        around = torch.full((num_heads * num_rows + 8,), math.nan, device=device)
+        lse = around[4:-4].view(num_heads, num_rows)
+        attend(
+            case.operands,
+            case.route,
+            case.tail,
+            out,
+            lse,
+            scale=case.scale,
+            offset=offset,
+            tail_kind=case.tail_kind,
+        )
+        assert buffer[[0, -1]].isnan().all()
+        assert buffer[:, num_heads].isnan().all()
+        assert around[[3, -4]].isnan().all()
+        results.append((out, lse))
+    (out, lse), (again, lse_again) = results
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    blocks = {0, 1, num_blocks // 3, num_blocks // 2, num_blocks - 2, num_blocks - 1}
+    for head in sorted({0, num_heads // 2, num_heads - 1}):
+        chosen = sorted(i for i in blocks if 0 <= i < num_blocks)
+        check_rows(case, head, chosen, out, lse, offset=offset, peaked=peaked)
+    return out, lse

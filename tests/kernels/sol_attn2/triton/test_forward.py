@@ -41,16 +41,18 @@ def check(query, key, value, config, video_rows=None):
     assert torch.equal(details.route, report.route)
     assert torch.allclose(details.density, report.density, equal_nan=True)
     assert torch.allclose(details.density_all, report.density_all)
-    assert (details.lse - report.lse).abs().max() < 0.02
+    # The kernels know the quantised query only: s q . k_mean carries its E4M3 steps.
+    mean = key.float().mean(2, keepdim=True).abs()
+    slack = 0.02 + 2**-4 * (query.float().abs() * mean).sum(-1) / 128**0.5
+    assert ((details.lse - report.lse).abs() <= slack).all()
     return output
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", ["slots", "anchors", "none"])
-@pytest.mark.parametrize("num_rows", [1, 65, 330])
+@pytest.mark.parametrize("num_rows", [1, 201])
 def test_output_follows_the_reference(device, packed_qkv, num_rows, tail):
-    config = SolAttn2Config(tail=tail, epsilon=0.0 if num_rows < 330 or tail != "none" else -0.5)
-    check(*packed_qkv(num_rows, 1, device), config)
+    check(*packed_qkv(num_rows, 1, device), SolAttn2Config(tail=tail, epsilon=-0.5))
 
 
 @pytest.mark.gpu
@@ -62,7 +64,7 @@ def test_text_rows_and_fixed_fraction(device, packed_qkv):
 
 @pytest.mark.gpu
 def test_memory_layout_stages_and_groups(device, packed_qkv, monkeypatch):
-    query, key, value = packed_qkv(100, 3, device)
+    query, key, value = packed_qkv(70, 3, device)
     config, stages = SolAttn2Config(), []
 
     @contextmanager
@@ -121,5 +123,6 @@ def test_capture_in_a_cuda_graph(large, packed_qkv):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(run_in_interpreter):
     run_in_interpreter()

@@ -108,6 +108,7 @@ def test_offsets_beyond_32_bits(large):
     assert operands.q_units.float().abs().max() == 0.0
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(run_in_interpreter):
     run_in_interpreter()
 

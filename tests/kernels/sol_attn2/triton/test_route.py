@@ -18,7 +18,7 @@ from solgen.kernels.sol_attn2.triton.prepare import pool_rows
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 
 SCALE = 128**-0.5
-SIZES = [1, 63, 65, 577]
+SIZES = [1, 63, 65, 321]
 
 
 def normalised(masses):
@@ -61,10 +61,10 @@ def check_lists(routing):
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("top_k", [None, 0.3])
 def test_mixed_blocks_sinks_and_fixed_fractions(device, packed_qkv, sink, top_k):
-    num_rows = 64 * 9 + 4
+    num_rows = 64 * 5 + 4
     query, key, _ = packed_qkv(num_rows, 1, device)
     video_rows = torch.ones(num_rows, dtype=torch.bool, device=device)
-    video_rows[130] = video_rows[500:] = False
+    video_rows[70] = video_rows[300:] = False
     mixed = mixed_blocks(video_rows, num_rows, device)
     config = SolAttn2Config(sink=sink, top_k=top_k)
     q_units, k_units = pool_rows(query), pool_rows(key)
@@ -107,13 +107,13 @@ def test_a_score_that_is_not_finite_fails_its_query_blocks(device, packed_qkv, b
 
 @pytest.mark.gpu
 def test_histogram_counts_like_the_reference(device, packed_qkv):
-    query, key, _ = packed_qkv(64 * 7 + 5, 2, device)
-    video_rows = torch.ones(64 * 7 + 5, dtype=torch.bool, device=device)
+    query, key, _ = packed_qkv(64 * 3 + 5, 2, device)
+    video_rows = torch.ones(64 * 3 + 5, dtype=torch.bool, device=device)
     video_rows[:3] = False
     counts, expected = empty_histogram(device), share_histogram(query, key, video_rows=video_rows)
     for _ in range(2):
         add_shares(counts, query, key, video_rows=video_rows, scale=None)
-    assert counts.sum() == 2 * expected.sum() == 2 * 2 * 7 * 7
+    assert counts.sum() == 2 * expected.sum() == 2 * 2 * 3 * 3
     # A share within rounding of a bin's edge may fall into the next bin.
     assert (counts.cumsum(0) - 2 * expected.cumsum(0)).abs().max() <= 2
 
@@ -134,20 +134,25 @@ def test_long_sequences(large, packed_qkv, num_rows):
     assert torch.equal(routing.route.mask, again.route.mask)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(run_in_interpreter):
     run_in_interpreter()
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_mass_kernel_pools_in_registers_on_tensor_cores(compile_sm90, mean):
+@pytest.mark.parametrize("ragged", [False, True])
+def test_mass_kernel_pools_in_registers_on_tensor_cores(compile_sm90, mean, ragged):
     types = {"p_q": "*fp16", "p_k": "*fp16", "p_mass": "*fp32", "octaves": "fp32"}
-    code = compile_sm90(kernels._masses_kernel, types, {"MEAN": mean, "STAGES": 3}, num_warps=4)
+    constants = {"MEAN": mean, "RAGGED": ragged, "ASM": True, "STAGES": 3}
+    code = compile_sm90(kernels._masses_kernel, types, constants, num_warps=8)
     assert code.stack_bytes == 0
-    assert code.count("HGMMA") > 0
-    assert code.count("SHFL") < 16  # a layout conversion or two, not one a score
+    assert code.count("HGMMA") >= 8
+    assert code.count("WARPGROUP.DEPBAR") <= code.count("HGMMA") // 8  # products are not serialised
+    assert code.count("SHFL") < 100  # two exchanges a pooled score, in two loops
 
 
-def test_select_kernel_does_not_spill(compile_sm90):
+@pytest.mark.parametrize("top_k", [False, True])
+def test_select_kernel_does_not_spill(compile_sm90, top_k):
     types = {
         "p_mass": "*fp32",
         "p_mixed": "*i1",
@@ -158,7 +163,6 @@ def test_select_kernel_does_not_spill(compile_sm90):
         "p_failed": "*i1",
         "threshold": "fp32",
     }
-    for top_k in (False, True):
-        for words, num_warps in ((64, 4), (128, 8)):
-            constants = {"TOP_K": top_k, "SINK": True, "WORDS": words}
-            assert compile_sm90(kernels._select_kernel, types, constants, num_warps).stack_bytes == 0
+    constants = {"TOP_K": top_k, "SINK": True, "WORDS": 128, "CHUNK": kernels.CHUNK}
+    code = compile_sm90(kernels._select_kernel, types, constants, num_warps=8 if top_k else 2)
+    assert code.stack_bytes == 0

@@ -81,7 +81,7 @@ def check(query, key, value, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["slots", "anchors"])
-@pytest.mark.parametrize("num_rows", [1, 65, 330])
+@pytest.mark.parametrize("num_rows", [1, 65, 201])
 def test_surrogates_equal_the_reference(device, packed_qkv, num_rows, kind):
     check(*packed_qkv(num_rows, 1, device), SolAttn2Config(tail=kind))
 
@@ -94,25 +94,26 @@ def test_more_blocks_than_slots_and_a_short_last_block(large, packed_qkv, kind):
 
 @pytest.mark.gpu
 def test_rows_that_keep_everything_have_no_surrogates(device, packed_qkv):
-    tail, route = check(*packed_qkv(200, 1, device), SolAttn2Config(epsilon=-math.inf))
-    assert (route.counts == 4).all()
+    tail, route = check(*packed_qkv(130, 1, device), SolAttn2Config(epsilon=-math.inf))
+    assert (route.counts == 3).all()
     assert tail.bias.isneginf().all()
 
 
 @pytest.mark.gpu
 def test_a_large_key_mean_does_not_touch_the_mass(device, packed_qkv):
-    query, key, value = packed_qkv(200, 1, device)
+    query, key, value = packed_qkv(130, 1, device)
     key = key.clone()
     key[..., 9] += 30.0
     check(query, key, value, SolAttn2Config())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [4095, 110_000, 219_524])
+@pytest.mark.parametrize("num_rows", [1001, 4095, 110_000, 219_524])
 def test_long_sequences(large, packed_qkv, num_rows):
     check(*packed_qkv(num_rows, 1, large), SolAttn2Config())
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(run_in_interpreter):
     run_in_interpreter()
 
@@ -123,11 +124,13 @@ def test_kernels_use_tensor_cores_and_do_not_spill(compile_sm90, anchors):
     singles = ("p_k_mean", "p_v_mean", "p_v_scale", "p_log_mass", "p_q_scale", "p_k_scale", "p_bias")
     types = halves | dict.fromkeys(singles, "*fp32") | dict.fromkeys(("p_value", "p_q", "p_k_codes"), "*u8")
     types |= {"p_mask": "*i32", "p_v_codes": "*u8", "scale": "fp32", "log_last": "fp32"}
-    constants = {"ANCHORS": anchors, "SLOTS": SLOTS // anchors, "INTEGER": False, "STEP": 32, "STAGES": 3, "D": 128}
+    constants = {"ANCHORS": anchors, "SLOTS": SLOTS // anchors, "INTEGER": False, "D": 128}
+    constants |= {"ROWS": kernels.ROWS, "STEP": kernels.STEP, "STAGES": kernels.STAGES}
     code = compile_sm90(kernels._compress_kernel, types, constants, num_warps=4)
     assert code.stack_bytes == 0
     assert code.stray_merges() == []
     assert code.count("HGMMA") > 0
+    assert code.count("WARPGROUP.DEPBAR") < code.count("HGMMA") // 2  # products are not serialised
     constants = {"ANCHORS": anchors, "INTEGER": False, "D": 128}
     code = compile_sm90(kernels._encode_kernel, types, constants, num_warps=4)
     assert code.stack_bytes == 0

@@ -56,6 +56,8 @@ def validate_gpu(query: torch.Tensor, config: SolAttn2Config, impl: str) -> None
         raise ValueError(f'impl "{impl}" got precision "{config.precision}"; expected "fp8"; use impl="reference"')
     if config.tail == "whole":
         raise ValueError(f'impl "{impl}" got tail "whole"; expected slots, anchors or none; use impl="reference"')
+    if impl == "gluon" and (capability := torch.cuda.get_device_capability(query.device))[0] != 9:
+        raise ValueError(f'impl "gluon" got sm_{capability[0]}{capability[1]}; expected sm_90; use impl="triton"')
     num_blocks = -(-query.shape[2] // BLOCK)
     if num_blocks > MAX_GPU_BLOCKS:
         raise ValueError(

@@ -30,10 +30,10 @@ GROUP_BYTES = 6 * 2**30
 def head_bytes(num_blocks: int) -> int:
     """Largest working set of one head, in bytes."""
     operands = num_blocks * BLOCK * HEAD_DIM * 3 * 5 // 4  # codes, and FP16 means of 8 rows
-    lists = num_blocks * num_blocks * 17 // 8
+    lists = num_blocks * num_blocks * (2 + 1 / 8 + 16 / 3)  # bitmask and lists; shared loads and turns of Gluon's trios
     masses = num_blocks * num_blocks * 4
     surrogates = num_blocks * SLOTS * HEAD_DIM * 5  # codes, and unquantised keys and untransposed values
-    return operands + lists + max(masses, surrogates)
+    return operands + math.ceil(lists) + max(masses, surrogates)
 
 
 def head_groups(batch: int, heads: int, num_blocks: int) -> Iterator[tuple[int, slice]]:

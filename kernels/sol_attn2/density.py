@@ -11,10 +11,11 @@ from solgen.kernels.sol_attn2.reference.blocks import make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.router import block_log_masses, router_means
 from solgen.kernels.sol_attn2.validation import validate_inputs
 
-HISTOGRAM_LOW = -8.0
 HISTOGRAM_BINS = 2048
-HISTOGRAM_PER_NAT = 128
-"""Bin b counts shares in [-8 + b / 128, -8 + (b + 1) / 128) nats; the ends take what lies beyond."""
+HISTOGRAM_SHARPNESS = 1024.0
+HISTOGRAM_REACH = math.log2(1.0 + 8.0 * HISTOGRAM_SHARPNESS)
+"""Share x falls in bin floor(BINS / 2 (1 + sign(x) log2(1 + SHARPNESS |x|) / REACH)); the ends take what lies beyond
+8 nats. A bin is 1 % of the share wide, and near 0, where the shares of unstructured inputs crowd, 1e-5 nats."""
 
 
 def empty_histogram(device: torch.device | str) -> torch.Tensor:
@@ -85,7 +86,8 @@ def share_histogram(
         shares = log_shares(q[None, None], k[None, None], scale=scale)[0, 0][video][:, video].flatten()
         if not shares.isfinite().all():
             raise ValueError("shares are not finite; expected query and key means below 65504; scale them")
-        bins = ((shares - HISTOGRAM_LOW) * HISTOGRAM_PER_NAT).clamp(0, HISTOGRAM_BINS - 1).long()
+        places = shares.sign() * (1.0 + HISTOGRAM_SHARPNESS * shares.abs()).log2() / HISTOGRAM_REACH
+        bins = (HISTOGRAM_BINS / 2 * (1.0 + places)).clamp(0, HISTOGRAM_BINS - 1).long()
         counts.scatter_add_(0, bins, torch.ones_like(bins))
     return counts
 
@@ -108,4 +110,7 @@ def solve_epsilon(histogram: torch.Tensor, density: float) -> float:
         raise ValueError("the share histogram is empty; expected counts of a calibration call; add one first")
     kept = counts.flip(0).cumsum(0).flip(0).double() / total  # kept[b]: shares at or above the lower edge of bin b
     nearest = int((kept - density).abs().argmin())
-    return -math.inf if nearest == 0 else HISTOGRAM_LOW + nearest / HISTOGRAM_PER_NAT
+    if nearest == 0:
+        return -math.inf
+    place = nearest / (HISTOGRAM_BINS / 2) - 1.0
+    return math.copysign((2.0 ** (abs(place) * HISTOGRAM_REACH) - 1.0) / HISTOGRAM_SHARPNESS, place)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from solgen.kernels.sol_attn2.density import HISTOGRAM_BINS, HISTOGRAM_LOW, HISTOGRAM_PER_NAT
+from solgen.kernels.sol_attn2.density import HISTOGRAM_BINS, HISTOGRAM_REACH, HISTOGRAM_SHARPNESS
 from solgen.kernels.sol_attn2.triton.route import CHUNK, log_total, row_tile
 
 
@@ -24,8 +24,8 @@ def _histogram_kernel(
     p_histogram,  # [BINS] int64, added to
     num_blocks,
     log_blocks,
-    low,
-    per_nat,
+    sharpness,
+    reach,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -39,7 +39,9 @@ def _histogram_kernel(
         p_row = p_mass + (i_g * num_blocks + i).to(tl.int64) * num_blocks
         b_m, _ = row_tile(p_row, 0, num_blocks, WORDS)
         b_share = b_m - log_total(p_row, num_blocks, CHUNK) + log_blocks
-        b_bin = tl.minimum(tl.maximum((b_share - low) * per_nat, 0.0), BINS - 1.0).to(tl.int32)
+        b_place = tl.log2(1.0 + sharpness * tl.abs(b_share)) / reach
+        b_bin = BINS / 2 * (1.0 + tl.where(b_share < 0, -b_place, b_place))
+        b_bin = tl.minimum(tl.maximum(b_bin, 0.0), BINS - 1.0).to(tl.int32)
         m_count = m_video & (tl.load(p_mixed + i) == 0)
         b_histogram += tl.histogram(tl.reshape(b_bin, [WORDS * 32]), BINS, mask=tl.reshape(m_count, [WORDS * 32]))
     o_bin = tl.arange(0, BINS)
@@ -55,8 +57,8 @@ def add_share_histogram(histogram: torch.Tensor, masses: torch.Tensor, mixed: to
         histogram,
         blocks,
         math.log(blocks),
-        HISTOGRAM_LOW,
-        HISTOGRAM_PER_NAT,
+        HISTOGRAM_SHARPNESS,
+        HISTOGRAM_REACH,
         ROWS=32,
         WORDS=triton.next_power_of_2(triton.cdiv(blocks, 32)),
         CHUNK=CHUNK,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from solgen.kernels.sol_attn2.config import SLOTS, SolAttn2Config
-from solgen.kernels.sol_attn2.details import SolAttn2Details, route_density
+from solgen.kernels.sol_attn2.details import SolAttn2Details
 from solgen.kernels.sol_attn2.reference.blocks import Blocks, make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.exact import ExactHead
 from solgen.kernels.sol_attn2.reference.fp8 import Fp8Head
@@ -49,8 +49,7 @@ def sol_attn2_reference(
         for q, k, v in zip(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), strict=True)
     ]
     outputs, lses, routes = (torch.stack(part).unflatten(0, (batch, heads)) for part in zip(*results, strict=True))
-    density, density_all = route_density(routes, mixed)
-    return outputs.to(query.dtype), SolAttn2Details(lses, routes, density, density_all)
+    return outputs.to(query.dtype), SolAttn2Details.from_route(lses, routes, mixed)
 
 
 def attend_head(

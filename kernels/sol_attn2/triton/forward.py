@@ -15,7 +15,7 @@ from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, SLOTS, SolAttn2Conf
 from solgen.kernels.sol_attn2.details import SolAttn2Details
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
 from solgen.kernels.sol_attn2.triton.histogram import add_share_histogram
-from solgen.kernels.sol_attn2.triton.operands import Route, Tail
+from solgen.kernels.sol_attn2.triton.operands import Tail
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows, prepare
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 from solgen.kernels.sol_attn2.triton.tail import compress
@@ -43,13 +43,6 @@ def head_groups(batch: int, heads: int, num_blocks: int) -> Iterator[tuple[int, 
     for b in range(batch):
         for start, stop in pairwise(edges):
             yield b, slice(start, stop)
-
-
-def route_bools(route: Route) -> torch.Tensor:
-    """Kept pairs as [G, NB, NB] bool."""
-    octets = route.mask.view(torch.uint8).unsqueeze(-1)  # little-endian: bit b of octet o is key block 8 o + b
-    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=octets.device)) & 1
-    return bits.view(torch.bool).flatten(-2)[..., : route.counts.shape[1]]
 
 
 def sol_attn2_forward(
@@ -82,7 +75,7 @@ def sol_attn2_forward(
     output = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
     lse = torch.empty(batch, heads, num_rows, dtype=torch.float32, device=query.device) if details else None
     kept: list[torch.Tensor] = []
-    routes: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
     for b, group in head_groups(batch, heads, mixed.numel()):
         q, k, v = (x[b : b + 1, group] for x in (query, key, value))
         out = output[b, group]
@@ -116,13 +109,14 @@ def sol_attn2_forward(
             poison(routing.failed, out)
         if details:
             kept.append(torch.stack([routing.kept_video.sum(), routing.route.counts.sum()]))
-            routes.append(route_bools(routing.route))
+            masks.append(routing.route.mask)
     if lse is None:
         return output
     kept_video, kept_all = torch.stack(kept).sum(0).double()
-    route = torch.cat(routes).unflatten(0, (batch, heads))
+    pairs = batch * heads * mixed.numel() ** 2
     eligible = (~mixed).sum().double() ** 2 * (batch * heads)
-    return output, SolAttn2Details(lse, route, (kept_video / eligible).float(), (kept_all / route.numel()).float())
+    packed = torch.cat(masks).unflatten(0, (batch, heads))
+    return output, SolAttn2Details(lse, packed, (kept_video / eligible).float(), (kept_all / pairs).float())
 
 
 def add_shares(

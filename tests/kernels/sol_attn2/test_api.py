@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from solgen.kernels.sol_attn2 import SolAttn2Config, SolAttn2Details, sol_attn2
+from solgen.kernels.sol_attn2.details import pack_route, unpack_route
 from tests.kernels.sol_attn2.dense_oracle import make_inputs
 
 CONFIG = SolAttn2Config()
@@ -94,3 +95,13 @@ def test_the_reference_does_not_import_triton():
         "assert not [m for m in sys.modules if m.startswith('solgen.kernels.sol_attn2.triton')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 31, 32, 33, 100])
+def test_routes_pack_and_unpack(num_blocks):
+    route = torch.rand(2, 3, num_blocks, num_blocks, generator=torch.Generator().manual_seed(num_blocks)) < 0.5
+    packed = pack_route(route)
+    assert packed.dtype == torch.int32
+    assert packed.shape == (2, 3, num_blocks, -(-num_blocks // 32))
+    assert torch.equal(unpack_route(packed, num_blocks), route)
+    assert bool(packed[0, 0, 0, 0] & 1) == bool(route[0, 0, 0, 0])

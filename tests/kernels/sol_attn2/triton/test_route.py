@@ -10,10 +10,11 @@ pytest.importorskip("triton")
 
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.density import empty_histogram, log_shares, share_histogram
+from solgen.kernels.sol_attn2.details import unpack_route
 from solgen.kernels.sol_attn2.reference.blocks import make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.router import block_mean_scores, select_blocks
 from solgen.kernels.sol_attn2.triton import route as kernels
-from solgen.kernels.sol_attn2.triton.forward import add_shares, route_bools
+from solgen.kernels.sol_attn2.triton.forward import add_shares
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 
@@ -43,14 +44,14 @@ def test_shares_and_routes_equal_the_reference(device, packed_qkv, num_rows):
     assert not routing.failed.any()
     kept = expected > config.epsilon - math.log(num_blocks)
     near = (expected - config.epsilon + math.log(num_blocks)).abs() < 1e-3
-    assert torch.equal(route_bools(routing.route) | near, kept | near)
+    assert torch.equal(unpack_route(routing.route.mask, routing.route.counts.shape[1]) | near, kept | near)
     assert near.float().mean() < 0.01
     check_lists(routing)
 
 
 def check_lists(routing):
     """Mask, counts and lists of one route say the same."""
-    kept = route_bools(routing.route)
+    kept = unpack_route(routing.route.mask, routing.route.counts.shape[1])
     assert torch.equal(kept.sum(-1).int(), routing.route.counts)
     for row, blocks in zip(kept.flatten(0, 1), routing.route.blocks.flatten(0, 1), strict=True):
         listed = row.nonzero().flatten()
@@ -73,7 +74,7 @@ def test_mixed_blocks_sinks_and_fixed_fractions(device, packed_qkv, sink, top_k)
     blocks = dataclasses.replace(reference_units(query, 0)[0], mixed=mixed)
     means = [reference_units(x, 0)[1] for x in (query, key)]
     kept = select_blocks(*means, blocks, SCALE, config)
-    assert torch.equal(route_bools(routing.route)[0], kept)
+    assert torch.equal(unpack_route(routing.route.mask, routing.route.counts.shape[1])[0], kept)
     check_lists(routing)
     eligible = kept & ~mixed[:, None] & ~mixed[None, :]
     assert routing.kept_video.sum() == eligible.sum()
@@ -86,7 +87,7 @@ def test_equal_scores_keep_the_earlier_blocks(device):
     masses = torch.tensor([1.0, 2.0, 0.0, 1.0, 1.0, -3.0, 2.0], device=device).expand(1, 7, 7).contiguous()
     mixed = torch.zeros(7, dtype=torch.bool, device=device)
     routing = select(masses, mixed, config=SolAttn2Config(top_k=4 / 7))
-    assert route_bools(routing.route)[0].nonzero()[:4, 1].tolist() == [0, 1, 3, 6]
+    assert unpack_route(routing.route.mask, routing.route.counts.shape[1])[0].nonzero()[:4, 1].tolist() == [0, 1, 3, 6]
 
 
 @pytest.mark.gpu
@@ -128,7 +129,7 @@ def test_long_sequences(large, packed_qkv, num_rows):
     assert (normalised(masses) + math.log(num_blocks) - expected).abs().max() < 2e-4
     config = SolAttn2Config(epsilon=expected.flatten()[:1_000_000].quantile(0.9).item())
     routing = select(masses, mixed_blocks(None, num_rows, large), config=config)
-    wrong = route_bools(routing.route) != (expected > config.epsilon)
+    wrong = unpack_route(routing.route.mask, routing.route.counts.shape[1]) != (expected > config.epsilon)
     assert (expected[wrong] - config.epsilon).abs().amax() < 1e-3 if wrong.any() else True
     again = select(masses, mixed_blocks(None, num_rows, large), config=config)
     assert torch.equal(routing.route.mask, again.route.mask)

@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from solgen.kernels.sol_attn2.config import SLOTS, SolAttn2Config
+from solgen.kernels.sol_attn2.details import unpack_route
 from solgen.kernels.sol_attn2.reference.blocks import make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.tail import arrange_slots, at_anchors
 from solgen.kernels.sol_attn2.reference.tail import compress as reference_compress
 from solgen.kernels.sol_attn2.triton import tail as kernels
-from solgen.kernels.sol_attn2.triton.forward import route_bools
 from solgen.kernels.sol_attn2.triton.operands import VALUE_ORDER
 from solgen.kernels.sol_attn2.triton.prepare import prepare
 from solgen.kernels.sol_attn2.triton.route import block_masses, select
@@ -44,7 +44,7 @@ def check(query, key, value, config):
         k_mean, v_mean, v_scale = operands.k_mean[head], operands.v_mean[head], operands.v_scale[head]
         anchors = blocks.group_means(q, anchors_per_block)
         slots = arrange_slots(k, v, blocks, SLOTS // anchors_per_block)
-        kept = route_bools(route)[head]
+        kept = unpack_route(route.mask, route.counts.shape[1])[head]
         expected = reference_compress(anchors, kept, slots, SCALE, "fp8")
         empty = expected.log_mass.isneginf()
         assert torch.equal(tail.bias[head].isneginf(), empty)

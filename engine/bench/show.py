@@ -1,0 +1,92 @@
+"""Tables and plots of benchmark results."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import rich.console
+from rich.table import Table
+
+from solgen.errors import SetupError
+
+WIDTH = 120
+"""Columns of a table that does not go to a terminal."""
+
+STAGES = ("prepare", "route", "tail", "attention")
+
+
+def speed_tables(report: dict[str, Any]) -> Iterator[Table]:
+    """One table a shape: complete call, its stages, ratios, density and the gate's error."""
+    for shape in report["results"]:
+        title = f"{shape['heads']} heads x {shape['rows']} rows, ms"
+        table = Table("", "call", *STAGES, "x dense", "x sol-attn1", "density", "error", title=title)
+        for name, row in shape["arms"].items():
+            stages = [_number(row["stages_ms"].get(stage), ".2f") for stage in STAGES]
+            ratios = [_number(row["speedup"].get(other), ".2f") for other in ("dense", "sol-attn1")]
+            density, error = _number(row["density"], ".4f"), _number(row["gate"]["error"], ".4f")
+            table.add_row(name, f"{row['call_ms']:.2f}", *stages, *ratios, density, error)
+        yield table
+
+
+def error_tables(report: dict[str, Any]) -> Iterator[Table]:
+    """One table of all lengths for each channel mean."""
+    for mean in dict.fromkeys(result["structure"]["channel_mean"] for result in report["results"]):
+        chosen = [result for result in report["results"] if result["structure"]["channel_mean"] == mean]
+        lengths = [f"{result['rows']} rows" for result in chosen]
+        table = Table("", "", *lengths, title=f"error (operator error), channel mean {mean:g}")
+        for rows in zip(*(result["table"] for result in chosen), strict=True):
+            table.add_row(rows[0]["table"], rows[0]["name"], *(_errors(row) for row in rows))
+        yield table
+
+
+def _errors(row: dict[str, Any]) -> str:
+    inner = row.get("operator_error")
+    return f"{row['error']:.4f}" + (f" ({inner:.4f})" if inner is not None else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def show(tables: Iterator[Table]) -> None:
+    """Print tables on stdout."""
+    console = rich.console.Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    for table in tables:
+        console.print(table)
+
+
+def speed_plot(report: dict[str, Any], path: Path) -> None:
+    """Complete calls as bars, one group a shape, on a logarithmic axis.
+
+    Raises:
+        SetupError: without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise SetupError("--plot needs matplotlib, which is not installed; pip install 'solgen[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = report["results"]
+    names = list(shapes[0]["arms"])
+    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * len(shapes), 4.5))
+    for index, name in enumerate(names):
+        places = [place + (index - len(names) / 2 + 0.5) * 0.8 / len(names) for place in range(len(shapes))]
+        times = [shape["arms"][name]["call_ms"] for shape in shapes]
+        bars = axes.bar(places, times, 0.8 / len(names), label=name)
+        axes.bar_label(
+            bars,
+            [f"{time:,.0f}" if time >= 100 else f"{time:.3g}" for time in times],
+            fontsize=6,
+            rotation=90,
+            padding=2,
+        )
+    axes.set_xticks(range(len(shapes)), [f"{shape['heads']} x {shape['rows']:,}" for shape in shapes])
+    axes.margins(y=0.15)
+    axes.set(yscale="log", ylabel="ms a complete call", xlabel="heads x rows", title=report["device"])
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,144 @@
+"""`solgen bench attention`: tables, JSON, refusals, and a gate that catches wrong outputs."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from solgen.__main__ import main
+from solgen.engine.bench import attention, gate
+from solgen.engine.bench.arms import ARMS, Arm
+from solgen.engine.bench.clock import alternate
+from solgen.engine.bench.oracle import Oracle
+from solgen.engine.bench.threshold import make_arms
+from solgen.kernels.sol_attn2.density import log_shares
+
+CPU = torch.device("cpu")
+
+
+def solgen(*arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    return stop.value.code
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return attention.make_inputs(2, 777, data="structured", seed=0, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def arms(inputs):
+    return {arm.name: arm for arm in make_arms(ARMS, inputs, density=0.4, tail="slots", impl=None)}
+
+
+def test_speed_report(tmp_path, capsys):
+    path = tmp_path / "results" / "attention.json"
+    assert solgen("bench", "attention", "--shape", "1x650", "--density", "0.5", "--runs", "2", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    (shape,) = report["results"]
+    assert list(shape["arms"]) == list(ARMS)
+    assert {"command", "commit", "device", "versions"} <= report.keys()
+    for name, row in shape["arms"].items():
+        assert row["gate"]["passed"]
+        assert row["calls"] >= 2
+        assert 0 < row["kernel_ms"] <= row["call_ms"]
+        assert row["speedup"]["dense"] > 0
+        if name not in ("dense", "fp8"):
+            assert row["density"] == pytest.approx(0.5, abs=0.02)
+    assert "1 heads x 650 rows" in capsys.readouterr().out
+
+
+def test_error_report(tmp_path, capsys):
+    path = tmp_path / "errors.json"
+    assert solgen("bench", "attention", "--errors", "--shape", "1x650", "--density", "0.4", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    table = {(row["table"], row["name"]): row for row in report["results"][0]["table"]}
+    assert {name for kind, name in table if kind == "offset"} == set("01234567")
+    assert len([name for kind, name in table if kind == "smoothing"]) == 4
+    assert table["operator", "dense"]["error"] < 3e-3
+    assert table["tail", "slots"]["error"] < table["tail", "none"]["error"]
+    assert table["offset", "7"] | {"table": "", "name": ""} == table["smoothing", "K on, V on"] | {
+        "table": "",
+        "name": "",
+    }
+    assert "channel mean 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shape", "56by83072"), "--shape 56by83072 is not HEADSxROWS"),
+        (("--shape", "0x64"), "--shape 0x64 is not HEADSxROWS"),
+        (("--shape", "1x640", "--attention", "dense,flash"), "--attention flash is not an operator"),
+        (("--data", "real"), "--data real is not a kind of input"),
+    ],
+)
+def test_refusals(capsys, arguments, message):
+    assert solgen("bench", "attention", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes the default shapes")
+def test_large_shapes_need_a_gpu(capsys):
+    assert solgen("bench", "attention") == 1
+    assert "no CUDA GPU found; 32 heads x 32768 rows need one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_gate_passes_the_reference(arms, inputs, name):
+    verdict = gate.check(arms[name], inputs)
+    assert verdict.passed, verdict
+
+
+class Broken(Arm):
+    """An arm whose result is changed behind its back."""
+
+    def details(self, inputs):
+        output, details = super().details(inputs)
+        output[0, 0, 5:9] = output[0, 0, 6:10].clone()
+        return output, details
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_the_gate_catches_a_few_wrong_rows(arms, inputs, name):
+    arm = arms[name]
+    assert not gate.check(Broken(arm.name, arm.config, arm.impl), inputs).passed
+
+
+@pytest.mark.parametrize("name", ["block-sparse", "sol-attn1", "sol-attn2"])
+def test_the_gate_catches_a_wrong_route(arms, inputs, name):
+    details = arms[name].details(inputs)[1]
+    kept = details.route[0, 0]
+    pair = (~kept).nonzero()[0]
+    kept[tuple(pair)] = True
+    assert gate.misrouted(arms[name], inputs, details) == 1
+
+
+def test_route_rows_are_rows_of_the_route(arms, inputs):
+    blocks = torch.tensor([0, 5, 12])
+    oracle = Oracle(*(x[0, 1] for x in inputs))
+    assert torch.allclose(oracle.shares(blocks), log_shares(*inputs[:2])[0, 1, blocks], atol=1e-5)
+    for name in ("block-sparse", "sol-attn1", "fp8"):
+        expected = arms[name].details(inputs)[1].route[0, 1, blocks]
+        assert torch.equal(oracle.route(arms[name], blocks), expected)
+
+
+def test_arms_take_turns_and_slow_ones_stop_first():
+    order = []
+    calls = {"slow": lambda stage: order.append("slow"), "fast": lambda stage: order.append("fast")}
+    clocks = alternate(calls, CPU, runs=2, most=3, budget_ms=math.inf)
+    assert order == ["slow", "fast"] * 4  # the first is not timed
+    assert len(clocks["slow"].calls) == 3
+    assert len(alternate(calls, CPU, runs=2, most=3, budget_ms=0.0)["slow"].calls) == 2
+
+
+def test_needs_neither_diffusers_nor_pydantic():
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(['diffusers', 'pydantic', 'transformers', 'imageio_ffmpeg']));"
+        "import solgen.cli, solgen.engine.bench.attention, solgen.engine.bench.errors, solgen.engine.bench.show"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,5 +1,6 @@
 """`solgen bench attention`: tables, JSON, refusals, and a gate that catches wrong outputs."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ from solgen.engine.bench.clock import alternate
 from solgen.engine.bench.oracle import Oracle
 from solgen.engine.bench.threshold import make_arms
 from solgen.kernels.sol_attn2.density import log_shares
+from solgen.kernels.sol_attn2.details import pack_route
 
 CPU = torch.device("cpu")
 
@@ -112,9 +114,9 @@ def test_the_gate_catches_a_few_wrong_rows(arms, inputs, name):
 @pytest.mark.parametrize("name", ["block-sparse", "sol-attn1", "sol-attn2"])
 def test_the_gate_catches_a_wrong_route(arms, inputs, name):
     details = arms[name].details(inputs)[1]
-    kept = details.route[0, 0]
-    pair = (~kept).nonzero()[0]
-    kept[tuple(pair)] = True
+    route = details.route
+    route[0, 0][tuple((~route[0, 0]).nonzero()[0])] = True
+    details = dataclasses.replace(details, packed_route=pack_route(route))
     assert gate.misrouted(arms[name], inputs, details) == 1
 
 

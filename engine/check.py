@@ -1,15 +1,22 @@
 """The last refusals before anything heavy loads."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
+from solgen.engine.adapters.contract import contradictions
+from solgen.engine.adapters.overlay import Overlay, open_overlay
+from solgen.engine.adapters.source import preset_source
+from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
 from solgen.engine.loader import Repository, open_repository
 from solgen.engine.machine import pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.probe import probe_media
 from solgen.engine.media.read import read_image
+from solgen.engine.pipeline import transformer_name
+from solgen.engine.request import Request
 from solgen.errors import InputError
 from solgen.parallel.world import World
 
@@ -28,18 +35,44 @@ def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
         for reference in request.references:
             probe_media(reference.path, reference.kind)
     first = jobs[0].request
-    if any((job.request.task, job.request.preset.model) != (first.task, first.preset.model) for job in jobs):
-        raise InputError("the prompts of one command must share a task and a model; run them apart")
+    if any(_components(job.request) != _components(first) for job in jobs):
+        raise InputError("the prompts of one command must share a task and a model with its adapters; run them apart")
     device = pick_device(first.preset_name)
     check_ffmpeg()
-    if first.preset.adapter is not None:
-        raise InputError(
-            f"preset {first.preset_name} needs the adapter {first.preset.adapter.repo}, and adapters cannot be loaded "
-            "yet; use --preset base-5s or --preset demo"
-        )
     repository = open_repository(first.preset.model, first.task)
+    for job in jobs:
+        check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
     check_prompts(jobs, repository)
-    return device, repository
+    return device, dataclasses.replace(repository, overlay=check_adapters(first, repository))
+
+
+def _components(request: Request) -> tuple[object, ...]:
+    """What one load of a model serves."""
+    preset = request.preset
+    return request.task, preset.model, preset.adapter, preset.lora, request.loras
+
+
+def check_adapters(request: Request, repository: Repository) -> Overlay | None:
+    """Open the request's adapters and refuse what could not be applied in full.
+
+    Raises:
+        SolgenError: one line with the tensor's name.
+    """
+    preset = request.preset
+    overlay = open_overlay(
+        request.loras,
+        repository.folders[transformer_name(request.task)],
+        request.task,
+        preset.lora,
+        preset=preset_source(preset.adapter) if preset.adapter else None,
+    )
+    # A file of the Hub that the table knows has set its terms unread; its header has the last word.
+    if overlay is not None and not preset.lora.ignore_contract:
+        resolved = (f"preset {request.preset_name}", {"sampler": preset.sampler.model_dump()})
+        for adapter in overlay.adapters:
+            for _, line in contradictions(adapter.contract, [resolved]):
+                raise InputError(line)
+    return overlay
 
 
 def check_prompts(jobs: Sequence[Job], repository: Repository) -> None:

@@ -47,7 +47,7 @@ def denoise(
     """
     block_state = loop.get_block_state(state)
     timesteps = block_state.timesteps
-    calibrated = run.settings.density is None or run.settings.backend != "sol-attn2"
+    calibrated = not run.solves_density
     with torch.no_grad():
         for index, timestep in enumerate(timesteps):
             before = block_state.latents.clone(), block_state.audio_latents.clone()

@@ -9,6 +9,7 @@ import torch
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canvas_size
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
+from solgen.engine.adapters.two_time import takes_two_times
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
@@ -87,6 +88,8 @@ def generate(
     first = waiting[0].request
     with stages.stage("load"):
         pipeline = load_pipeline(repository, first.task, device=device, dtype=model_dtype(device))
+    for note in repository.overlay.notes if repository.overlay else ():
+        listener.note(note)
     load_seconds = stages.seconds
     clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in waiting]
     for clip in clips:
@@ -142,6 +145,7 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook) -> None:
     state.set("video_sigmas", video_sigmas)
     state.set("audio_sigmas", audio_sigmas)
     transformer = getattr(pipeline, transformer_name(clip.request.task))
+    state.set("two_times", takes_two_times(transformer))
     for name, block in pipeline.blocks.sub_blocks.items():
         if name in CONDITIONS or name.startswith("decode"):
             continue
@@ -200,6 +204,7 @@ def record(clip: Clip, repository: Repository, device: torch.device, load_second
         **clip.facts,
         "latents_sha256": latents_digest(clip.latents),
         "model": {"source": repository.source, "headers_sha256": repository.digests},
+        "adapters": repository.overlay.record() if repository.overlay else None,
         "device": device_name(device),
         "versions": versions(),
         "timings": {name: round(seconds, 3) for name, seconds in {**load_seconds, **clip.stages.seconds}.items()},
@@ -225,6 +230,7 @@ def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -
         },
         "attention": {
             "backend": run.settings.backend,
+            "impl": run.computed_by,
             "epsilon": run.config.epsilon,
             "density": run.density_table(),
         },

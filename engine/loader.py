@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from solgen.engine.adapters.overlay import Overlay
 from solgen.engine.pipeline import H3Pipeline, empty_pipeline, transformer_name
 from solgen.engine.processor import H3Processor
 from solgen.engine.shards import check_weights
@@ -31,12 +32,18 @@ class Repository:
         source: Name or path the user gave.
         folders: Sub-folder of every component the task needs.
         digests: SHA-256 of the weight headers by component.
+        overlay: Adapters for the task's transformer, applied while it loads.
     """
 
     path: Path
     source: str
     folders: dict[str, Path]
     digests: dict[str, str]
+    overlay: Overlay | None = None
+
+    def num_blocks(self, task: Task) -> int:
+        """Transformer blocks of the task's model."""
+        return int(json.loads((self.folders[transformer_name(task)] / "config.json").read_text())["num_layers"])
 
     def prompt_limit(self) -> int:
         """Tokens the conditioner reads at most."""
@@ -77,7 +84,7 @@ def load_pipeline(repository: Repository, task: Task, *, device: torch.device, d
     """Read every component of the task. FP32 islands follow each component's `_keep_in_fp32_modules`.
 
     Args:
-        repository: From `open_repository`.
+        repository: From `open_repository`, with the adapters of the request.
         task: Decides the components.
         device: Where they end up.
         dtype: Type of everything outside the islands.
@@ -90,6 +97,8 @@ def load_pipeline(repository: Repository, task: Task, *, device: torch.device, d
         elif name != "processor":
             component = pipeline.get_component_spec(name).load(**({"dtype": dtype} if name in WEIGHTED else {}))
             loaded[name] = component.to(device).eval() if isinstance(component, torch.nn.Module) else component
+            if name == transformer_name(task) and repository.overlay is not None:
+                repository.overlay.apply(loaded[name])
     pipeline.update_components(**loaded)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -15,6 +15,7 @@ from diffusers.modular_pipelines.modular_pipeline import (
     SequentialPipelineBlocks,
 )
 
+from solgen.engine.adapters.two_time import pair_times
 from solgen.engine.packing import TokenOrder, cube_token_order
 from solgen.presets.schema import FPS, Task
 
@@ -70,26 +71,27 @@ class SetSigmasStep(MiniMaxH3SetTimestepsStep):
     """Takes finished `video_sigmas` and `audio_sigmas` from the state instead of a number of grid points."""
 
     def __call__(self, components: H3Pipeline, state: PipelineState) -> tuple[H3Pipeline, PipelineState]:
-        """Stores the timesteps and the timestep of every row at every call."""
+        """Stores the timesteps and the timestep of every row at every call; (t, r) pairs for a two-time model."""
         device = components._execution_device
         components.scheduler.set_timesteps(sigmas=state.get("video_sigmas"), device=device)
         components.audio_scheduler.set_timesteps(sigmas=state.get("audio_sigmas"), device=device)
         timesteps = components.scheduler.timesteps
         audio_timesteps = components.audio_scheduler.timesteps
-        plan = [
-            self.build_row_timesteps(
-                state.get("video_indices").cpu(),
-                state.get("audio_indices").cpu(),
-                state.get("num_condition_video_rows"),
-                state.get("num_condition_audio_rows"),
-                state.get("text_indices").numel(),
-                float(timestep),
-                float(audio_timestep),
-                max(float(timestep), components.keyframe_noise_aug),
-                1.0,
-            )
-            for timestep, audio_timestep in zip(timesteps, audio_timesteps, strict=True)
-        ]
+        layout = (
+            state.get("video_indices").cpu(),
+            state.get("audio_indices").cpu(),
+            state.get("num_condition_video_rows"),
+            state.get("num_condition_audio_rows"),
+            state.get("text_indices").numel(),
+        )
+        video, audio = timesteps.tolist(), audio_timesteps.tolist()
+        conditions = [(max(time, components.keyframe_noise_aug), 1.0) for time in video]
+        plan = [self.build_row_timesteps(*layout, v, a, *c) for v, a, c in zip(video, audio, conditions, strict=True)]
+        if state.get("two_times"):
+            # A step ends where the next one starts, the last at clean; condition rows stay where they are.
+            ends = zip([*video[1:], 1.0], [*audio[1:], 1.0], conditions, strict=True)
+            endpoints = [self.build_row_timesteps(*layout, v, a, *c) for v, a, c in ends]
+            plan = [pair_times(start, endpoint) for start, endpoint in zip(plan, endpoints, strict=True)]
         state.set("timesteps", timesteps)
         state.set("audio_timesteps", audio_timesteps)
         state.set("row_timestep_plan", [(times.to(device), index.to(device)) for times, index in plan])

@@ -123,6 +123,8 @@ def profile(request: Request, listener: Listener) -> dict[str, Any]:
     stages = Stages(device, listener)
     with stages.stage("load"):
         pipeline = load_pipeline(repository, request.task, device=device, dtype=model_dtype(device))
+    for note in repository.overlay.notes if repository.overlay else ():
+        listener.note(note)
     clip = Clip(job, PipelineState(), stages)
     encode(pipeline, clip)
     pipeline.unload_components("text_encoder")

@@ -7,6 +7,8 @@ from typing import Any, Literal, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from solgen.engine.adapters.source import Source, parse_sources
+from solgen.engine.adapters.terms import contract_terms
 from solgen.errors import InputError
 from solgen.presets.schema import FPS, Preset, Task, legal_frames, load_preset, read_table, set_key
 
@@ -58,6 +60,8 @@ class Options:
     epsilon: float | None = None
     density: float | None = None
     tail: str | None = None
+    lora: tuple[str, ...] | None = None
+    lora_mode: str | None = None
     sets: tuple[str, ...] = ()
     config: Path | None = None
 
@@ -75,6 +79,7 @@ class Request:
         image: First keyframe.
         last_image: Last keyframe.
         references: ref2va references in order.
+        loras: Adapters beside the preset's own, in order.
         notes: Lines the user should see, such as a rounded duration.
     """
 
@@ -86,6 +91,7 @@ class Request:
     image: Path | None = None
     last_image: Path | None = None
     references: tuple[Reference, ...] = ()
+    loras: tuple[Source, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
@@ -104,7 +110,10 @@ def resolve(options: Options, *, seed: int, base: Path = Path()) -> Request:
     prompt = _checked_prompt(options.prompt)
     name = options.preset or "5s"
     notes = [] if options.seed is not None else [f"seed {seed}"]
-    preset = load_preset(name, *tables, ("command line", _overrides(options, notes)), ("--set", _sets(options)))
+    tables += [("command line", _overrides(options, notes)), ("--set", _sets(options))]
+    loras = parse_sources(options.lora or ())
+    terms = contract_terms(name, loras, tables, notes)
+    preset = load_preset(name, ("adapters", terms), *tables)
     references = tuple(_reference(text, base) for text in options.reference or ())
     task = _task(options, references)
     if task not in preset.tasks:
@@ -124,6 +133,7 @@ def resolve(options: Options, *, seed: int, base: Path = Path()) -> Request:
         image=image,
         last_image=last_image,
         references=references,
+        loras=loras,
         notes=tuple(notes),
     )
 
@@ -141,13 +151,24 @@ def options_from(table: dict[str, Any], origin: str) -> Options:
         raise InputError(f"{origin}: {first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
 
 
+def check_task(name: str) -> Task:
+    """The task of this name.
+
+    Raises:
+        InputError: listing the tasks there are.
+    """
+    if name not in get_args(Task):
+        raise InputError(f"unknown task {name!r}; expected {', '.join(get_args(Task))}")
+    return cast("Task", name)
+
+
 def _with_config(options: Options) -> tuple[Options, list[tuple[str, dict[str, Any]]]]:
     """Fill what is open from the config file; its tables become overrides of the preset."""
     if options.config is None:
         return options, []
     table = read_table(options.config)
     names = {field.name for field in dataclasses.fields(Options)} - {"sets", "config"}
-    # `model` and `attention` name both a flag and a table of the preset.
+    # `model`, `attention` and `lora` name both a flag and a table of the preset.
     flags = {key: table.pop(key) for key in list(table) if key in names and not isinstance(table[key], dict)}
     given = options_from(flags, str(options.config))
     filled = {key: getattr(given, key) for key in flags if getattr(options, key) is None}
@@ -169,6 +190,7 @@ def _overrides(options: Options, notes: list[str]) -> dict[str, Any]:
         "sampler": {"steps": options.steps},
         "model": {"source": options.model},
         "attention": attention,
+        "lora": {"mode": options.lora_mode},
     }
     given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
     return {name: table for name, table in given.items() if table}
@@ -249,8 +271,8 @@ def _task(options: Options, references: tuple[Reference, ...]) -> Task:
     if keyframes and references:
         raise InputError("keyframes (--image, --last-image) and --reference are different tasks; give one kind")
     inferred: Task = "ref2va" if references else "fl2va" if keyframes else "t2va"
-    if options.task is not None and options.task not in get_args(Task):
-        raise InputError(f"unknown task {options.task!r}; expected {', '.join(get_args(Task))}")
+    if options.task is not None:
+        check_task(options.task)
     if options.task not in (None, inferred):
         needs = {"t2va": "no media", "fl2va": "--image or --last-image", "ref2va": "--reference TYPE:PATH"}
         raise InputError(f"--task {options.task} takes {needs[options.task]}; these inputs are {inferred}")

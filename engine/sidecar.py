@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from solgen.engine.adapters.header import file_sha256
 from solgen.engine.decode import Latents
 from solgen.engine.request import Request
 
@@ -15,7 +16,7 @@ from solgen.engine.request import Request
 def request_record(request: Request) -> dict[str, Any]:
     """Every resolved value of a request, JSON-ready; equal for requests that ask for the same clip.
 
-    Media files are recorded by path and SHA-256.
+    Media files and local adapters are recorded by path and SHA-256.
     """
     return {
         "prompt": request.prompt,
@@ -25,6 +26,7 @@ def request_record(request: Request) -> dict[str, Any]:
         "image": _media(request.image),
         "last_image": _media(request.last_image),
         "references": [{"kind": ref.kind, **(_media(ref.path) or {})} for ref in request.references],
+        "loras": [{"source": lora.name, "strength": lora.strength, **_digest(lora.path)} for lora in request.loras],
         "settings": request.preset.model_dump(mode="json"),
     }
 
@@ -55,6 +57,10 @@ def is_finished(output: Path, sidecar: Path, request: Request) -> bool:
         )
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def _digest(path: Path | None) -> dict[str, str]:
+    return {} if path is None else {"sha256": file_sha256(path)}
 
 
 def _media(path: Path | None) -> dict[str, str] | None:

@@ -74,7 +74,7 @@ class Adapter(Table):
     """The distilled adapter whose contract (calls, positions, tasks) a preset follows.
 
     Attributes:
-        repo: Hub repository.
+        repo: Hub repository, or a local folder.
         file: File inside it.
         revision: Commit.
         sha256: Digest of the file, full or its leading characters.
@@ -84,6 +84,22 @@ class Adapter(Table):
     file: str
     revision: str | None = None
     sha256: str | None = None
+
+
+class Lora(Table):
+    """How adapters, the preset's own and those of `--lora`, are applied.
+
+    Attributes:
+        mode: "merge" adds them to the weights while these load; "branch" computes them beside the weights.
+        alpha: Training alpha of every adapter, instead of what its file declares; the scale is alpha / rank.
+        allow_unmatched: List tensors that fit no module and go on without them.
+        ignore_contract: Let flags contradict what an adapter was distilled for.
+    """
+
+    mode: Literal["merge", "branch"] = "merge"
+    alpha: Annotated[float | None, Field(gt=0), BeforeValidator(_off)] = None
+    allow_unmatched: bool = False
+    ignore_contract: bool = False
 
 
 class Sampler(Table):
@@ -128,8 +144,9 @@ class Attention(Table):
     """How the denoiser's blocks attend.
 
     Attributes:
-        backend: "sol-attn2" or "dense".
-        impl: Implementation of Sol-Attn2; "auto" takes the fastest that supports the machine.
+        backend: "sol-attn2"; for comparison "sol-attn1" (Sol-Attn 1.0), "block-sparse" (Sol-Attn2's route, no tail,
+            16 bit), "fp8" (Sol-Attn2's kernel with every block kept); or "dense".
+        impl: Implementation of the backend; "auto" takes the fastest that supports the machine.
         epsilon: Share threshold of the router in nats.
         density: Solve epsilon for this share of kept block pairs with one calibration call, instead.
         top_k: Keep this fixed fraction of key blocks per query block, instead.
@@ -138,11 +155,13 @@ class Attention(Table):
         smooth_key: Subtract each head's mean key before quantising.
         smooth_value: Subtract each head's mean value before quantising.
         sink: Keep text and audio key blocks for every query block.
+        tau: Threshold of Sol-Attn 1.0 in standard deviations above a row's mean block score.
+        threshold: Its standard deviation from channel variances ("diag") or the full second moment ("exact").
         dense_blocks: Transformer blocks that stay dense, as "0-2,47-49".
         dense_steps: Leading denoiser calls that stay dense.
     """
 
-    backend: Literal["sol-attn2", "dense"] = "sol-attn2"
+    backend: Literal["sol-attn2", "sol-attn1", "block-sparse", "fp8", "dense"] = "sol-attn2"
     impl: Literal["auto", "reference", "triton", "gluon"] = "auto"
     epsilon: float = 0.47
     density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
@@ -152,6 +171,8 @@ class Attention(Table):
     smooth_key: bool = True
     smooth_value: bool = True
     sink: bool = False
+    tau: float = 1.0
+    threshold: Literal["diag", "exact"] = "diag"
     dense_blocks: Blocks = "0-2,47-49"
     dense_steps: int = Field(0, ge=0)
 
@@ -175,13 +196,14 @@ class Output(Table):
 
 
 class Preset(Table):
-    """One resolved preset. `tasks` are those its weights were made for."""
+    """One resolved preset. `tasks` are those its weights were made for; `adapter` may be set "off"."""
 
     description: str = ""
     tasks: Annotated[tuple[Task, ...], BeforeValidator(_split)] = ("t2va", "fl2va", "ref2va")
     canvas: Canvas = Canvas()
     model: Model = Model()
-    adapter: Adapter | None = None
+    adapter: Annotated[Adapter | None, BeforeValidator(_off)] = None
+    lora: Lora = Lora()
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
     output: Output = Output()

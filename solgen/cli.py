@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from solgen import __version__, options
+from solgen.bench import app as bench_app
+from solgen.lora import app as lora_app
 
 app = typer.Typer(
     help="Generate video with sound from MiniMax-H3, fast.",
@@ -20,6 +22,8 @@ app = typer.Typer(
 )
 presets_app = typer.Typer(help="Show the presets.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(presets_app, name="presets")
+app.add_typer(bench_app, name="bench")
+app.add_typer(lora_app, name="lora")
 
 
 def _version(value: bool) -> None:
@@ -59,6 +63,8 @@ def generate(
     epsilon: options.Epsilon = None,
     density: options.Density = None,
     tail: options.Tail = None,
+    lora: options.Lora = None,
+    lora_mode: options.LoraMode = None,
     config: options.Config = None,
     set_keys: options.Set = None,
     overwrite: options.Overwrite = False,
@@ -109,6 +115,8 @@ def profile(
     epsilon: options.Epsilon = None,
     density: options.Density = None,
     tail: options.Tail = None,
+    lora: options.Lora = None,
+    lora_mode: options.LoraMode = None,
     config: options.Config = None,
     set_keys: options.Set = None,
     as_json: options.Json = False,

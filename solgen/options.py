@@ -28,10 +28,14 @@ Height = Annotated[int | None, Option(help="Pixels, a multiple of 32.")]
 Seconds = Annotated[float | None, Option(help="Length, rounded up to 17 n + 5 frames.")]
 NumFrames = Annotated[int | None, Option(help="Length in frames, 17 n + 5.")]
 Model = Annotated[str | None, Option(help="Folder or Hub repository in diffusers format.", metavar="PATH|REPO")]
-Attention = Annotated[str | None, Option(help="sol-attn2 or dense.")]
+Attention = Annotated[str | None, Option(help="sol-attn2, dense; for comparison sol-attn1, block-sparse, fp8.")]
 Epsilon = Annotated[float | None, Option(help="Router threshold in nats above the uniform share.")]
 Density = Annotated[float | None, Option(help="Solve the threshold for this share of kept blocks.")]
 Tail = Annotated[str | None, Option(help="slots, anchors or none.")]
+LORA_FORM = "PATH|REPO/FILE[@REVISION][:STRENGTH]"
+LORA_HELP = "Adapter, with strength 1 unless given; repeatable, summed."
+Lora = Annotated[list[str] | None, Option(help=LORA_HELP, metavar=LORA_FORM)]
+LoraMode = Annotated[str | None, Option(help="merge into the weights, or branch beside them.", show_default="merge")]
 Config = Annotated[Path | None, Option(help="TOML with any of these and preset tables.", metavar="FILE")]
 Set = Annotated[
     list[str] | None,
@@ -49,10 +53,11 @@ def request_options(given: dict[str, Any]) -> Any:
 
     from solgen.engine.request import Options
 
-    names = {field.name for field in dataclasses.fields(Options)} - {"sets", "reference"}
+    names = {field.name for field in dataclasses.fields(Options)} - {"sets", "reference", "lora"}
     fields = {name: value for name, value in given.items() if name in names}
     return Options(
         **fields,
         sets=tuple(given["set_keys"] or ()),
         reference=tuple(given["reference"]) if given["reference"] else None,
+        lora=tuple(given["lora"]) if given["lora"] else None,
     )

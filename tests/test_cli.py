@@ -117,7 +117,9 @@ BAD = {
     "unknown key": ([*DEMO, "--set", "attention.epsilom=1"], "did you mean 'attention.epsilon'?"),
     "bad value": ([*DEMO, "--set", "attention.offset=9"], "attention.offset"),
     "bad set": ([*DEMO, "--set", "attention"], "expected table.key=value"),
-    "unknown backend": ([*DEMO, "--attention", "flash"], "'sol-attn2' or 'dense'"),
+    "lora mode": ([*DEMO, "--lora-mode", "fuse"], "lora.mode: Input should be 'merge' or 'branch', got 'fuse'"),
+    "missing adapter": ([*DEMO, "--lora", "a.safetensors:0.5"], "--lora 'a.safetensors:0.5': no such file"),
+    "unknown backend": ([*DEMO, "--attention", "flash"], "'sol-attn2', 'sol-attn1', 'block-sparse', 'fp8' or 'dense'"),
     "two thresholds": ([*DEMO, "--epsilon", "0.5", "--density", "0.1"], "give one"),
     "density": ([*DEMO, "--density", "1.5"], "attention.density"),
     "steps": ([*DEMO, "--steps", "0"], "sampler.steps"),
@@ -126,6 +128,8 @@ BAD = {
     "text preset with image": (["--preset", "5s", "-p", "x", "--image", "a.png"], "hyperflow-5s"),
     "outputs": ([*DEMO, "--num-outputs", "0"], "expected 1 or more"),
     "no such model": ([*DEMO, "--model", "./nowhere"], "no such folder"),
+    "kernels that need a GPU": ([*DEMO, "--set", "attention.impl=triton"], "attention.impl triton runs on a CUDA GPU"),
+    "a block beyond the model": ([*DEMO, "--set", "attention.dense_blocks=6"], "the model has blocks 0-5"),
     "blocks that do not exist": ([*DEMO, "--set", "attention.dense_blocks=x"], "attention.dense_blocks"),
     "not an option": (["--frobnicate"], "--frobnicate"),
     "not a number": ([*DEMO, "--steps", "four"], "'--steps': Input should be a valid integer"),
@@ -197,9 +201,9 @@ def test_a_gpu_preset_without_a_gpu_says_so(preset: str, refused) -> None:
     assert "--preset demo" in line
 
 
-def test_a_preset_whose_adapter_cannot_be_loaded_is_refused(refused) -> None:
-    adapter = ["--set", "adapter.repo=somebody/adapter", "--set", "adapter.file=a.safetensors"]
-    assert "somebody/adapter" in refused(*DEMO, *adapter)
+def test_a_preset_whose_adapter_cannot_be_found_is_refused(refused) -> None:
+    adapter = ["--set", "adapter.repo=./somewhere", "--set", "adapter.file=a.safetensors"]
+    assert "adapter ./somewhere/a.safetensors: no such local file" in refused(*DEMO, *adapter)
 
 
 def test_a_prompt_beyond_the_conditioners_context_is_counted_and_refused(refused, tmp_path: Path) -> None:

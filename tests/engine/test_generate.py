@@ -43,6 +43,7 @@ def test_sidecar_holds_every_resolved_value(small_job, listener) -> None:
     assert record["sequence"]["rows"] == 37 * 2 * 2 + 2 * 207 + record["sequence"]["text"]
     assert record["sampler"]["calls"] == 2
     assert record["sampler"]["video_sigmas"][-1] == 0.0
+    assert record["attention"]["impl"] == ("triton" if torch.cuda.is_available() else "reference")
     density = record["attention"]["density"]
     assert [sorted(row) for row in density] == [["1", "2", "3", "4"]] * 2
     assert all(0 <= value <= 1 for row in density for value in row.values())
@@ -133,6 +134,7 @@ def test_dense_steps_and_dense_backend_measure_no_density(small_job, listener) -
     half, dense = generate(jobs, listener)
     assert [len(row) for row in half["attention"]["density"]] == [0, 4]
     assert [len(row) for row in dense["attention"]["density"]] == [0, 0]
+    assert dense["attention"]["impl"] is None
 
 
 def poison(at: int):

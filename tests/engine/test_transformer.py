@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.attention import AttentionRun, check_attention, install_attention
 from solgen.engine.packing import cube_token_order, raster_order
 from solgen.errors import InputError
 from solgen.presets.demo import demo_model_path
@@ -85,6 +85,36 @@ def test_sol_attn2_that_keeps_all_blocks_is_stock_up_to_fp8(inputs) -> None:
         assert error < (empty - theirs).norm() / theirs.norm()
 
 
-def test_dense_blocks_beyond_the_model_are_refused(inputs) -> None:
-    with pytest.raises(InputError, match="dense_blocks lists 47-49, the model has blocks 0-5"):
-        ours(cube(inputs), dense_blocks="0-2,47-49")
+def test_settings_that_cannot_be_served_are_refused() -> None:
+    cpu = torch.device("cpu")
+    check_attention(Attention(dense_blocks="0,5"), cpu, 6)
+    check_attention(Attention(backend="dense"), cpu, 6)
+    for settings, message in (
+        (Attention(), "dense_blocks lists 47-49, the model has blocks 0-5"),
+        (Attention(dense_blocks="", impl="triton"), "attention.impl triton runs on a CUDA GPU"),
+        (Attention(dense_blocks="", backend="sol-attn1", density=0.1), "attention.tau"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_attention(settings, cpu, 6)
+    with pytest.raises(InputError, match="gluon does not offer block-sparse"):
+        check_attention(Attention(dense_blocks="", backend="block-sparse", impl="gluon"), torch.device("cuda"), 6)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "bound"),
+    [
+        # Every block exact: what is left is the rounding of FP8, or of float32 sums.
+        ("fp8", {}, 0.1),
+        ("block-sparse", {"epsilon": -1e9}, 1e-5),
+        ("sol-attn1", {"tau": -1e9}, 1e-5),
+    ],
+)
+def test_the_operators_for_comparison_become_dense(inputs, backend: str, settings: dict, bound: float) -> None:
+    order = cube(inputs)
+    stock = forward(load(), inputs, raster_order(500, inputs["video"]))
+    mine = forward(ours(order, backend=backend, **settings), inputs, order)
+    for output, theirs in zip(mine, stock, strict=True):
+        assert (output - theirs).norm() <= bound * theirs.norm()
+    if backend != "fp8":
+        sparse = forward(ours(order, backend=backend, epsilon=1e9, tau=1e9), inputs, order)
+        assert (sparse[0] - stock[0]).norm() > 10 * bound * stock[0].norm()

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
-import os
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from solgen.engine.request import Options, Request, options_from, resolve
+from solgen.engine.asked import Asked, Options, blamed_on, gather, options_from
+from solgen.engine.limits import check_seed
+from solgen.engine.naming import check_name, clip_key, free_name, named_file, numbered
+from solgen.engine.paths import expanded
+from solgen.engine.request import Request, settle
 from solgen.errors import InputError
 
 OVERRIDES = frozenset(
@@ -28,6 +31,14 @@ class Job:
     def sidecar(self) -> Path:
         """Path of the JSON record of the clip."""
         return self.output.with_suffix(".json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one prompt asks for, and the line it stands in ("" for the command's own)."""
+
+    asked: Asked
+    place: str = ""
 
 
 def plan_jobs(
@@ -50,23 +61,49 @@ def plan_jobs(
         raise InputError(f"--num-outputs {num_outputs}; expected 1 or more")
     if prompt_file is not None and options.prompt is not None:
         raise InputError("--prompt and --prompt-file both set the prompt; give one")
-    base = Path() if prompt_file is None else prompt_file.parent
-    rows = [options] if prompt_file is None else list(_rows(prompt_file, options))
+    asked = gather(options)
+    rows = [Row(asked)] if prompt_file is None else list(_rows(expanded(prompt_file), asked))
     jobs: list[Job] = []
-    taken: set[Path] = set()
-    many = len(rows) * num_outputs > 1
-    for row in rows:
-        first = resolve(row, seed=seed, base=base if prompt_file is not None else Path())
-        for index in range(num_outputs):
-            request = dataclasses.replace(first, seed=first.seed + index)
-            output = _output(row.output, request, taken, index=len(jobs) if many else None, reuse=overwrite or resume)
-            _check_output(output, overwrite=overwrite, resume=resume)
-            taken.add(output)
-            jobs.append(Job(request, output))
+    taken: set[str] = set()
+    for row, names in zip(rows, numbered([_named_file(row) for row in rows], num_outputs), strict=True):
+        with blamed_on(row.place):
+            if resume and row.asked.options.seed is None:
+                seed = _resumed_seed(names, seed)
+            first = settle(row.asked, seed=seed)
+            check_seed(first.seed + num_outputs - 1)
+            for index in range(num_outputs):
+                request = dataclasses.replace(first, seed=first.seed + index)
+                folder = expanded(row.asked.options.output or "")
+                stem = f"solgen-{request.preset_name}-{request.seed}"
+                output = names[index] if names else free_name(folder, stem, taken, reuse=overwrite or resume)
+                if clip_key(output) in taken:
+                    raise InputError(f"{output} is the name of two clips; give each its own")
+                check_name(output, overwrite=overwrite, resume=resume)
+                taken.add(clip_key(output))
+                jobs.append(Job(request, output))
     return jobs
 
 
-def _rows(path: Path, options: Options) -> Iterator[Options]:
+def _named_file(row: Row) -> Path | None:
+    with blamed_on(row.place):
+        return named_file(row.asked.options.output)
+
+
+def _resumed_seed(names: Sequence[Path], seed: int) -> int:
+    """First seed of the run that left these clips, by its records; `seed` if it left none."""
+    if not names:
+        raise InputError("--resume needs --seed, or an --output whose record names it")
+    for index, path in enumerate(names):
+        try:
+            recorded = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["request"]["seed"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if type(recorded) is int and recorded >= index:
+            return recorded - index
+    return seed
+
+
+def _rows(path: Path, asked: Asked) -> Iterator[Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -77,51 +114,39 @@ def _rows(path: Path, options: Options) -> Iterator[Options]:
     if not lines:
         raise InputError(f"--prompt-file {path} holds no prompt")
     for number, line in lines:
-        if path.suffix != ".jsonl":
-            yield dataclasses.replace(options, prompt=line.rstrip("\r"))
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path} line {number} is not JSON: {error.msg}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-            raise InputError(f'{path} line {number}: expected an object with "prompt"')
-        if unknown := set(row) - OVERRIDES:
-            raise InputError(
-                f"{path} line {number}: unknown key {min(unknown)!r}; known: {', '.join(sorted(OVERRIDES))}"
-            )
-        given = options_from(row, f"{path} line {number}")
-        yield dataclasses.replace(options, **{key: getattr(given, key) for key in row})
+        place = f"{path} line {number}"
+        with blamed_on(place):
+            if path.suffix.lower() == ".jsonl":
+                options = _anchored(options_from(_object(line, place), place), path.parent)
+            else:
+                options = Options(prompt=line.rstrip("\r"))
+            row = Row(asked.under(place, options), place)
+        yield row
 
 
-def _output(given: str | None, request: Request, taken: set[Path], *, index: int | None, reuse: bool) -> Path:
-    """Path of one clip: as given, numbered in a batch, or the next free default name. Never from the prompt."""
-    folder = Path(given or ".")
-    if given is None or given.endswith(("/", os.sep)) or folder.is_dir():
-        name = f"solgen-{request.preset_name}-{request.seed}"
-        path, number = folder / f"{name}.mp4", 2
-        while path in taken or (not reuse and (path.exists() or path.with_suffix(".json").exists())):
-            path, number = folder / f"{name}-{number}.mp4", number + 1
-        return path
-    if folder.suffix.lower() != ".mp4":
-        raise InputError(f"--output {given!r}: expected a name ending in .mp4, or a folder")
-    return folder if index is None else folder.with_name(f"{folder.stem}-{index:04d}{folder.suffix}")
-
-
-def _check_output(output: Path, *, overwrite: bool, resume: bool) -> None:
-    folder = output.parent
-    if not folder.is_dir():
-        raise InputError(f"output folder {folder} does not exist; create it or choose another --output")
+def _object(line: str, place: str) -> dict[str, Any]:
+    """The overrides in a line of JSON."""
     try:
-        # A trial file is the only answer that read-only mounts, quotas and name limits all agree with.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{output.stem[:60]}"):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"cannot write to output folder {folder}: {error.strerror}; choose another --output"
-        ) from error
-    if overwrite or resume:
-        return
-    for path in (output, output.with_suffix(".json")):
-        if path.exists():
-            raise InputError(f"{path} exists; choose another --output or pass --overwrite")
+        table = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place} is not JSON: {str(error).split(':')[0]}") from error
+    if not isinstance(table, dict) or not isinstance(table.get("prompt"), str):
+        raise InputError(f'{place}: expected an object with "prompt"')
+    if unknown := set(table) - OVERRIDES:
+        raise InputError(f"{place}: unknown key {min(unknown)!r}; known: {', '.join(sorted(OVERRIDES))}")
+    return table
+
+
+def _anchored(options: Options, base: Path) -> Options:
+    """Options whose media start from the folder of the file that names them."""
+
+    def anchor(path: str) -> str:
+        return str(expanded(path, base)) if path else path
+
+    references = [text.partition(":") for text in options.reference or ()]
+    return dataclasses.replace(
+        options,
+        image=options.image and anchor(options.image),
+        last_image=options.last_image and anchor(options.last_image),
+        reference=tuple(kind + colon + anchor(path) for kind, colon, path in references) or None,
+    )

@@ -4,36 +4,52 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
+from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
+    MINIMAX_H3_AUDIO_CHANNELS,
+    audio_latent_num_frames,
+    video_latent_num_frames,
+)
 
 from solgen.engine.adapters.contract import contradictions
 from solgen.engine.adapters.overlay import Overlay, open_overlay
 from solgen.engine.adapters.source import preset_source
 from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
-from solgen.engine.loader import Repository, open_repository
 from solgen.engine.machine import pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
-from solgen.engine.media.probe import probe_media
 from solgen.engine.media.read import read_image
+from solgen.engine.media.references import check_reference
 from solgen.engine.pipeline import transformer_name
-from solgen.engine.request import Request
+from solgen.engine.processor import H3Processor, read_tokenizer
+from solgen.engine.repository import Repository, open_repository
+from solgen.engine.request import CANVAS_MULTIPLE, Request
+from solgen.engine.schedule import sigma_schedules
 from solgen.errors import InputError
+from solgen.kernels.sol_attn2.config import BLOCK
+from solgen.kernels.sol_attn2.validation import MAX_GPU_BLOCKS
 from solgen.parallel.world import World
+from solgen.presets.schema import FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, Canvas
+
+MAX_ROWS = MAX_GPU_BLOCKS * BLOCK
+"""Longest packed sequence."""
 
 
 def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
-    """Refuse what cannot work before anything heavy loads: media, GPU, ffmpeg, adapter, files, prompt length.
+    """Refuse what cannot work before anything heavy loads: sizes, noise levels, media, GPU, files, prompts.
 
     Raises:
         SolgenError: one line.
     """
     World.from_environment().require_one()
     for job in jobs:
+        check_canvas(job.request.preset.canvas)
+        sigma_schedules(job.request.preset.sampler)
+    for job in jobs:
         request = job.request
         for path in filter(None, (request.image, request.last_image)):
             read_image(path)
         for reference in request.references:
-            probe_media(reference.path, reference.kind)
+            check_reference(reference.kind, reference.path)
     first = jobs[0].request
     if any(_components(job.request) != _components(first) for job in jobs):
         raise InputError("the prompts of one command must share a task and a model with its adapters; run them apart")
@@ -43,7 +59,24 @@ def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
     check_prompts(jobs, repository)
+    H3Processor.from_folders(repository.folders["processor"], repository.folders["tokenizer"])
     return device, dataclasses.replace(repository, overlay=check_adapters(first, repository))
+
+
+def check_canvas(canvas: Canvas) -> None:
+    """Refuse a clip whose sequence is longer than any operator packs.
+
+    Raises:
+        InputError: with the rows and the limit.
+    """
+    latent_frames = video_latent_num_frames(canvas.num_frames, FRAMES_PER_CHUNK, LATENTS_PER_CHUNK)
+    video = latent_frames * (canvas.height // CANVAS_MULTIPLE) * (canvas.width // CANVAS_MULTIPLE)
+    rows = video + MINIMAX_H3_AUDIO_CHANNELS * audio_latent_num_frames(canvas.num_frames)
+    if rows > MAX_ROWS:
+        raise InputError(
+            f"{canvas.width}x{canvas.height} with {canvas.num_frames} frames packs {rows:,} rows of video and sound, "
+            f"the limit is {MAX_ROWS:,}; use a smaller canvas or a shorter clip"
+        )
 
 
 def _components(request: Request) -> tuple[object, ...]:
@@ -81,9 +114,7 @@ def check_prompts(jobs: Sequence[Job], repository: Repository) -> None:
     Raises:
         InputError: with the counted tokens and the limit.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(repository.folders["tokenizer"], local_files_only=True)
+    tokenizer = read_tokenizer(repository.folders["tokenizer"])
     limit = repository.prompt_limit()
     for job in jobs:
         count = len(tokenizer(job.request.prompt, add_special_tokens=False)["input_ids"])

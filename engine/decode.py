@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 
 from solgen.engine.pipeline import H3Pipeline
 from solgen.errors import InputError
+from solgen.presets.schema import FPS, FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, Canvas
 
-FRAMES_PER_CHUNK = 16
+FRAMES_AT_ONCE = 16
 """Frames turned into bytes at a time: bounds the float copy of a 1080p clip to 0.4 GB."""
 
 
@@ -29,21 +31,49 @@ class Latents:
     video: torch.Tensor
     audio: torch.Tensor
 
-    def save(self, path: Path, metadata: dict[str, Any]) -> None:
-        """Write a safetensors file under a temporary name and rename it; `metadata` goes into its header."""
+    def keep(self, output: Path, record: dict[str, Any]) -> Path:
+        """Save beside an output that could not be written, or in the temporary folder where that fails too.
+
+        Returns:
+            The file: `<output>.latents.safetensors` or the next free number.
+        """
+        try:
+            return self._save(output.parent, output.stem, record)
+        except Exception:  # the disk that refused the clip may well refuse its latents
+            return self._save(Path(tempfile.gettempdir()), output.stem, record)
+
+    def _save(self, folder: Path, stem: str, record: dict[str, Any]) -> Path:
+        """Write under a temporary name and rename; `record` goes into the header."""
         from safetensors.torch import save_file
 
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        path, number = folder / f"{stem}.latents.safetensors", 2
+        while os.path.lexists(path):
+            path, number = folder / f"{stem}.latents-{number}.safetensors", number + 1
+        temporary = folder / f".solgen-{os.getpid()}.safetensors"
         tensors = {"video": self.video.cpu().contiguous(), "audio": self.audio.cpu().contiguous()}
         try:
-            save_file(tensors, temporary, metadata={"solgen": json.dumps(metadata)})
+            save_file(tensors, temporary, metadata={"solgen": json.dumps(record)})
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+        return path
+
+    def check_shape(self, path: Path, canvas: Canvas) -> None:
+        """Refuse latents that are not those of a canvas.
+
+        Raises:
+            InputError: naming the file.
+        """
+        chunks = (canvas.num_frames - LATENTS_PER_CHUNK) // FRAMES_PER_CHUNK
+        video = (1, 24, LATENTS_PER_CHUNK * chunks + 2, canvas.height // 16, canvas.width // 16)
+        audio = (2, 32, round(canvas.num_frames / FPS * 40))
+        found = tuple(self.video.shape), tuple(self.audio.shape)
+        if found != (video, audio):
+            raise InputError(f"{path} holds latents {found}, its record promises {(video, audio)}; it is damaged")
 
     @classmethod
     def load(cls, path: Path) -> "tuple[Latents, dict[str, Any]]":
-        """Read what `save` wrote.
+        """Read what `keep` wrote.
 
         Raises:
             InputError: if the file is not one of those.
@@ -85,7 +115,7 @@ def frame_chunks(pipeline: H3Pipeline, video: torch.Tensor) -> Iterator[np.ndarr
     """
     mean = torch.tensor(pipeline.pixel_mean, device=video.device).view(-1, 1, 1, 1)
     std = torch.tensor(pipeline.pixel_std, device=video.device).view(-1, 1, 1, 1)
-    for chunk in video.split(FRAMES_PER_CHUNK, dim=1):
+    for chunk in video.split(FRAMES_AT_ONCE, dim=1):
         pixels = (chunk.float() * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
         yield pixels.permute(1, 2, 3, 0).cpu().numpy()
 

@@ -15,18 +15,18 @@ from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import Latents
 from solgen.engine.denoise import StepHook, denoise
-from solgen.engine.loader import Repository, load_pipeline
+from solgen.engine.loader import load_pipeline
 from solgen.engine.machine import device_name, model_dtype, versions
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import build_reference
-from solgen.engine.output import decode_and_write
+from solgen.engine.output import rounded, write_clip
 from solgen.engine.pipeline import H3Pipeline, generator, transformer_name
+from solgen.engine.repository import Repository
 from solgen.engine.request import Request
 from solgen.engine.schedule import sigma_schedules
-from solgen.engine.sidecar import is_finished, latents_digest, request_record, write_sidecar
+from solgen.engine.sidecar import finished_record, finite, latents_digest, request_record
 from solgen.engine.stages import Listener, Stages
-from solgen.errors import InputError, SolgenError
-from solgen.presets.schema import FPS
+from solgen.errors import SolgenError
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
 """Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
@@ -42,6 +42,7 @@ class Clip:
     run: AttentionRun | None = None
     latents: Latents | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
     @property
     def request(self) -> Request:
@@ -67,20 +68,17 @@ def generate(
         on_step: Called after every denoiser call, see `solgen.engine.denoise.StepHook`.
 
     Returns:
-        The record of every clip, as its sidecar holds it.
+        The record of every clip in the jobs' order, as its sidecar holds it.
 
     Raises:
         SolgenError: one line; nothing is written for a clip that failed, except kept latents.
     """
-    waiting = [job for job in jobs if not (resume and is_finished(job.output, job.sidecar, job.request))]
-    for job in waiting:
-        if resume and not overwrite and (job.output.exists() or job.sidecar.exists()):
-            raise InputError(f"{job.output} is another request's clip; choose another --output or pass --overwrite")
-    for job in jobs:
-        if job not in waiting:
-            listener.note(f"{job.output} is finished; skipped")
+    finished = {job.output: kept for job in jobs if resume and (kept := finished_record(job, overwrite=overwrite))}
+    waiting = [job for job in jobs if job.output not in finished]
+    for output in finished:
+        listener.note(f"{output} is finished; skipped")
     if not waiting:
-        return []
+        return list(finished.values())
     device, repository = check(waiting)
     for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
         listener.note(note)
@@ -90,20 +88,17 @@ def generate(
         pipeline = load_pipeline(repository, first.task, device=device, dtype=model_dtype(device))
     for note in repository.overlay.notes if repository.overlay else ():
         listener.note(note)
-    load_seconds = stages.seconds
     clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in waiting]
     for clip in clips:
         encode(pipeline, clip)
     # On a GPU the conditioner's memory is needed by the activations of the denoiser.
     pipeline.unload_components("text_encoder")
-    records = []
     for clip in clips:
         sample(pipeline, clip, on_step or (lambda *_: None))
-        write(pipeline, clip, overwrite=overwrite)
-        records.append(record(clip, repository, device, load_seconds))
-        write_sidecar(clip.job.sidecar, records[-1])
+        clip.record = record(clip, repository, device, stages.seconds)
+        finished[clip.job.output] = write(pipeline, clip, overwrite=overwrite)
         clip.state, clip.latents = PipelineState(), None
-    return records
+    return [finished[job.output] for job in jobs]
 
 
 def encode(pipeline: H3Pipeline, clip: Clip) -> None:
@@ -166,48 +161,38 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook) -> None:
     clip.latents = Latents(state.get("latents"), state.get("audio_latents"))
 
 
-def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> None:
-    """Decode and write the mp4; if that fails, keep the latents and say where.
+def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> dict[str, Any]:
+    """Decode, write the mp4 and its record; if that fails, keep the latents and say where.
 
     Raises:
         SolgenError: naming the latents file and the command that decodes it.
     """
-    request, latents, output = clip.request, clip.latents, clip.job.output
-    assert latents is not None
+    assert clip.latents is not None
     try:
-        decode_and_write(
-            pipeline, latents, request.preset, output, clip.stages, comment=request.prompt, overwrite=overwrite
-        )
-    except (SolgenError, RuntimeError, OSError) as error:
-        kept = output.with_suffix(".latents.safetensors")
+        return write_clip(pipeline, clip.latents, clip.record, clip.job.output, clip.stages, overwrite=overwrite)
+    except Exception as error:
         try:
-            latents.save(kept, request_record(request))
+            kept = clip.latents.keep(clip.job.output, clip.record)
         except Exception as second:
-            raise SolgenError(f"{error}; the latents could not be kept in {kept}: {second}") from error
-        raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {output}") from error
+            raise SolgenError(f"{error}; the latents could not be kept either: {second}") from error
+        raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {clip.job.output}") from error
 
 
 def record(clip: Clip, repository: Repository, device: torch.device, load_seconds: dict[str, float]) -> dict[str, Any]:
-    """The sidecar of a finished clip. Only `timings` differs between two runs on one machine."""
-    assert clip.run is not None
+    """What is known of a clip once it is denoised; `write_clip` adds its file and the times of decoding.
+
+    Only `timings` differs between two runs on one machine.
+    """
     assert clip.latents is not None
-    canvas, crop = clip.request.preset.canvas, clip.request.preset.output.crop
     return {
         "request": request_record(clip.request),
-        "output": {
-            "path": str(clip.job.output),
-            "width": canvas.width,
-            "height": crop or canvas.height,
-            "frames": canvas.num_frames,
-            "seconds": canvas.num_frames / FPS,
-        },
         **clip.facts,
         "latents_sha256": latents_digest(clip.latents),
         "model": {"source": repository.source, "headers_sha256": repository.digests},
         "adapters": repository.overlay.record() if repository.overlay else None,
         "device": device_name(device),
         "versions": versions(),
-        "timings": {name: round(seconds, 3) for name, seconds in {**load_seconds, **clip.stages.seconds}.items()},
+        "timings": rounded({**load_seconds, **clip.stages.seconds}),
     }
 
 
@@ -231,7 +216,7 @@ def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -
         "attention": {
             "backend": run.settings.backend,
             "impl": run.computed_by,
-            "epsilon": run.config.epsilon,
-            "density": run.density_table(),
+            "epsilon": finite(run.config.epsilon),
+            "density": [{block: finite(value) for block, value in row.items()} for row in run.density_table()],
         },
     }

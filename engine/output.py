@@ -1,28 +1,47 @@
-"""Decoding latents into an mp4, at the end of a run or later from a kept file."""
+"""Decoding latents into an mp4 and its record, at the end of a run or later from a kept file."""
 
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from solgen.engine.decode import Latents, decode_audio, decode_video, frame_chunks
-from solgen.engine.loader import load_decoders, open_repository
+from solgen.engine.loader import load_decoders
 from solgen.engine.machine import model_dtype, pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.write import check_output, write_video
 from solgen.engine.pipeline import H3Pipeline
+from solgen.engine.repository import open_repository
+from solgen.engine.sidecar import write_sidecar
 from solgen.engine.stages import Listener, Stages
-from solgen.presets.schema import Preset
+from solgen.errors import InputError
+from solgen.presets.schema import FPS, Preset
 
 
-def decode_and_write(
+def write_clip(
     pipeline: H3Pipeline,
     latents: Latents,
-    preset: Preset,
+    record: dict[str, Any],
     output: Path,
     stages: Stages,
     *,
-    comment: str,
     overwrite: bool,
-) -> None:
-    """Decode latents and write them as an mp4 of the preset's canvas, with `comment` in its metadata."""
+) -> dict[str, Any]:
+    """Decode latents, write them as an mp4 of their request's canvas, and write the record beside it.
+
+    Args:
+        pipeline: Holds the two VAEs.
+        latents: What the denoiser left.
+        record: What is known of the clip; the prompt also goes into the mp4's comment.
+        output: The mp4; the record goes to the same name with `.json`.
+        stages: Times the decoding.
+        overwrite: Whether existing files may be replaced.
+
+    Returns:
+        The record as written.
+    """
+    preset = Preset.model_validate(record["request"]["settings"])
+    canvas, crop = preset.canvas, preset.output.crop
     with stages.stage("decode audio"):
         audio = decode_audio(pipeline, latents.audio)
     with stages.stage("decode video"):
@@ -32,29 +51,55 @@ def decode_and_write(
             output,
             frame_chunks(pipeline, video),
             audio,
-            num_frames=preset.canvas.num_frames,
-            width=preset.canvas.width,
-            height=preset.canvas.height,
+            num_frames=canvas.num_frames,
+            width=canvas.width,
+            height=canvas.height,
             sampling_rate=pipeline.audio_sampling_rate,
-            crop_height=preset.output.crop,
-            comment=comment,
+            crop_height=crop,
+            comment=record["request"]["prompt"],
             overwrite=overwrite,
         )
+    record = {
+        **record,
+        "output": {
+            "path": str(output),
+            "width": canvas.width,
+            "height": crop or canvas.height,
+            "frames": canvas.num_frames,
+            "seconds": canvas.num_frames / FPS,
+        },
+        "timings": {**record["timings"], **rounded(stages.seconds)},
+    }
+    write_sidecar(output.with_suffix(".json"), record)
+    return record
 
 
-def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool) -> None:
-    """Decode latents that a failed run kept; `write` names the command.
+def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool) -> dict[str, Any]:
+    """Decode latents that a failed run kept, and write the record that it could not.
 
     Raises:
         SolgenError: one line.
     """
-    latents, request = Latents.load(path)
-    preset = Preset.model_validate(request["settings"])
+    latents, record = Latents.load(path)
+    try:
+        preset = Preset.model_validate(record["request"]["settings"])
+        name, task = record["request"]["preset"], record["request"]["task"]
+        record["request"]["prompt"], record["timings"]["denoise"]
+    except (KeyError, TypeError, ValidationError) as error:
+        raise InputError(f"{path} does not hold the record of a clip that this version can decode") from error
+    latents.check_shape(path, preset.canvas)
     check_output(output, overwrite=overwrite)
+    if output.with_suffix(".json").exists() and not overwrite:
+        raise InputError(f"{output.with_suffix('.json')} already exists; choose another name or pass --overwrite")
     check_ffmpeg()
-    device = pick_device(request["preset"])
-    repository = open_repository(preset.model, request["task"])
+    device = pick_device(name)
+    repository = open_repository(preset.model, task)
     stages = Stages(device, listener)
     with stages.stage("load"):
         pipeline = load_decoders(repository, device=device, dtype=model_dtype(device))
-    decode_and_write(pipeline, latents, preset, output, stages, comment=request["prompt"], overwrite=overwrite)
+    return write_clip(pipeline, latents, record, output, stages, overwrite=overwrite)
+
+
+def rounded(seconds: dict[str, float]) -> dict[str, float]:
+    """Times to the millisecond."""
+    return {name: round(value, 3) for name, value in seconds.items()}

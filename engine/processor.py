@@ -6,7 +6,6 @@ little of it: types of tokens, patches of pictures, patches of clips.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,13 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from solgen.errors import InputError
+from solgen.engine.components import first_line
+from solgen.engine.json_file import read_object
+from solgen.errors import InputError, SolgenError
 
 BICUBIC = 3
 """Pillow's number for the only filter that Qwen3-VL's video processor is released with."""
+
+IMAGE_TOKEN, VIDEO_TOKEN = "<|image_pad|>", "<|video_pad|>"
+"""Tokens that stand for a patch of a picture or of a clip."""
 
 
 class H3Processor:
@@ -36,25 +41,38 @@ class H3Processor:
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor
-        self._types = {_token_id(tokenizer, "<|image_pad|>"): 1, _token_id(tokenizer, "<|video_pad|>"): 2}
+        ids = tokenizer.convert_tokens_to_ids
+        self._types = {ids(IMAGE_TOKEN): 1, ids(VIDEO_TOKEN): 2}
 
     @classmethod
-    def from_folder(cls, path: Path) -> H3Processor:
-        """Read `processor` in a model repository on disk (and `tokenizer`, if that is kept apart).
+    def from_folders(cls, folder: Path, tokenizer_folder: Path) -> H3Processor:
+        """Read the processor of a model on disk, and its tokenizer from where it lies.
+
+        Args:
+            folder: The processor's own folder.
+            tokenizer_folder: The tokenizer's, read if there is none in `folder`.
 
         Raises:
             InputError: a file is missing or does not describe a processor like Qwen3-VL's.
         """
-        from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
+        from transformers import Qwen2VLImageProcessorPil
 
-        folder = path / "processor"
         image = _config(folder, "image_processor", "preprocessor_config.json")
         video = _config(folder, "video_processor", "video_preprocessor_config.json")
-        with_tokenizer = [place for place in (folder, path / "tokenizer") if any(place.glob("tokenizer*"))]
-        if not with_tokenizer:
-            raise InputError(f"no tokenizer in {str(folder)!r} or beside it; download the model again")
-        tokenizer = AutoTokenizer.from_pretrained(with_tokenizer[0], local_files_only=True)
-        return cls(tokenizer, Qwen2VLImageProcessorPil.from_dict(image), H3VideoProcessor.from_config(video))
+        tokenizer = read_tokenizer(folder if any(folder.glob("tokenizer*")) else tokenizer_folder)
+        try:
+            image_processor = Qwen2VLImageProcessorPil.from_dict(image)
+            video_processor = H3VideoProcessor.from_config(video)
+            # A black picture and clip show whether every setting can be used.
+            image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
+            video_processor(videos=[np.zeros((2, 64, 64, 3), np.uint8)])
+        except SolgenError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"{folder} does not describe Qwen3-VL's processor ({first_line(error)}); download it again"
+            ) from error
+        return cls(tokenizer, image_processor, video_processor)
 
     def create_mm_token_type_ids(self, input_ids: list[list[int]]) -> list[list[int]]:
         """What every token stands for: 0 text, 1 a patch of a picture, 2 a patch of a clip."""
@@ -160,25 +178,32 @@ class H3VideoProcessor:
         return new_height, new_width
 
 
-def _token_id(tokenizer: Any, token: str) -> int:
-    number = tokenizer.convert_tokens_to_ids(token)
-    if number is None or number == tokenizer.unk_token_id:
-        raise InputError(f"the conditioner's tokenizer does not know {token}; use the model's own tokenizer")
-    return number
+def read_tokenizer(folder: Path) -> Any:
+    """The conditioner's tokenizer, with the tokens that stand for pictures and clips.
+
+    Raises:
+        InputError: its files are missing or broken.
+    """
+    from transformers import AutoTokenizer
+
+    if not any(folder.glob("tokenizer*")):
+        raise InputError(f"no tokenizer in {folder}; download the model again")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise InputError(f"{folder} holds no readable tokenizer ({first_line(error)}); download it again") from error
+    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+        if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            raise InputError(f"the tokenizer in {folder} does not know {token}; use the model's own tokenizer")
+    return tokenizer
 
 
 def _config(folder: Path, section: str, file_name: str) -> dict[str, Any]:
     """Settings of one part: newer transformers save them together, older ones in a file each."""
     together, alone = folder / "processor_config.json", folder / file_name
-    for file in (together, alone):
-        if not file.is_file():
-            continue
-        try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"{str(file)!r} is no valid JSON: {error}; download the model again") from error
-        if file == alone:
-            return settings
-        if section in settings:
-            return settings[section]
-    raise InputError(f"no {alone.name} or {together.name} in {str(folder)!r}; download the model again")
+    settings = read_object(together).get(section) if together.is_file() else None
+    if settings is None and alone.is_file():
+        settings = read_object(alone)
+    if not isinstance(settings, dict):
+        raise InputError(f"no {alone.name} in {folder}, and no {section} in {together.name}; download the model again")
+    return settings

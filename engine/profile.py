@@ -197,5 +197,5 @@ def call_breakdown(calls: list[dict[str, float]], *, blocks: int) -> list[dict[s
 
 
 def _mean_density(table: list[dict[str, float]]) -> float | None:
-    values = [value for row in table for value in row.values()]
+    values = [value for row in table for value in row.values() if isinstance(value, float)]
     return round(statistics.fmean(values), 4) if values else None

@@ -17,8 +17,15 @@ def sigma_schedules(sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
         Two tensors of `steps + 1` strictly decreasing float32 levels ending at 0.
 
     Raises:
-        InputError: if float32 cannot tell neighbouring levels apart after the shift.
+        InputError: if a level is no number, or float32 cannot tell neighbouring levels apart after the shift.
     """
+    video, audio = _levels(sampler)
+    _check("video", video, sampler.video_shift)
+    _check("audio", audio, sampler.audio_shift)
+    return video, audio
+
+
+def _levels(sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
     if sampler.video_sigmas is not None and sampler.audio_sigmas is not None:
         return torch.tensor(sampler.video_sigmas), torch.tensor(sampler.audio_sigmas)
     if sampler.positions is None:
@@ -29,7 +36,18 @@ def sigma_schedules(sampler: Sampler) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _shifted(base: torch.Tensor, shift: float) -> torch.Tensor:
-    sigmas = shift * base / (1 + (shift - 1) * base)
+    return shift * base / (1 + (shift - 1) * base)
+
+
+def _check(name: str, sigmas: torch.Tensor, shift: float) -> None:
+    steps = sigmas.numel() - 1
+    if not bool(sigmas.isfinite().all()):
+        raise InputError(
+            f"the {name} levels of the {steps} steps are not all finite numbers (sampler.{name}_shift {shift:g}); "
+            "give finite levels and a shift such as 12"
+        )
     if not bool((sigmas[1:] < sigmas[:-1]).all()):
-        raise InputError(f"shift {shift:g} merges neighbouring levels of {base.numel() - 1} steps; use fewer steps")
-    return sigmas
+        raise InputError(
+            f"the {name} levels of {steps} steps are too close for float32 (sampler.{name}_shift {shift:g} merges "
+            "neighbours); use fewer steps or a smaller shift"
+        )

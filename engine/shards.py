@@ -9,6 +9,7 @@ import json
 import struct
 from pathlib import Path
 
+from solgen.engine.json_file import read_object
 from solgen.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -17,38 +18,36 @@ MAX_HEADER_BYTES = 100_000_000
 LFS_POINTER = b"version https://git-lfs"
 
 
-def check_weights(folder: Path) -> str:
-    """Check every weight file of one component.
+def read_headers(folder: Path) -> dict[str, dict[str, dict]]:
+    """Read and check the header of every weight file of one component.
 
     Args:
         folder: A component's folder, with one `*.safetensors` file or an index and its shards.
 
     Returns:
-        SHA-256 over the headers and sizes, hexadecimal: cheap to compute, different when any tensor's name,
-        shape, type or place is.
+        Header of every file by its name, see `read_header`.
 
     Raises:
         InputError: one line with the file's path for a missing, empty, truncated or foreign file.
     """
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    names: dict[str, set[str]] = {}
-    if indices:
-        try:
-            weight_map = json.loads(indices[0].read_text())["weight_map"]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"{indices[0]} is not a shard index; download it again") from error
-        for tensor, file in weight_map.items():
-            names.setdefault(file, set()).add(tensor)
-    else:
-        names = {path.name: set() for path in sorted(folder.glob("*.safetensors"))}
+    names = _tensor_names(folder)
     if not names:
         raise InputError(f"{folder} holds no *.safetensors file; download it again")
-    digest = hashlib.sha256()
-    for file in sorted(names):
-        header = read_header(folder / file)
+    headers = {file: read_header(folder / file) for file in sorted(names)}
+    for file, header in headers.items():
         if missing := names[file] - header.keys():
             raise InputError(f"{folder / file} lacks tensor {min(missing)!r} that its index names; download it again")
-        digest.update(json.dumps([file, header], sort_keys=True).encode())
+    return headers
+
+
+def headers_digest(headers: dict[str, dict[str, dict]]) -> str:
+    """SHA-256 over a component's headers, hexadecimal.
+
+    Cheap to compute, different when any tensor's name, shape, type or place is.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(headers):
+        digest.update(json.dumps([file, headers[file]], sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -78,13 +77,35 @@ def read_header(path: Path) -> dict[str, dict]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}; download it again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not a safetensors file; download it again") from error
-    header.pop("__metadata__", None)
     try:
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        header.pop("__metadata__", None)
+        expected = 8 + length + max((_end(entry) for entry in header.values()), default=0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not a safetensors file; download it again") from error
     if size != expected:
         raise InputError(f"{path} has {size:,} bytes, its header promises {expected:,}; download it again")
     return header
+
+
+def _end(entry: dict) -> int:
+    """Where a tensor's bytes end; raises KeyError, TypeError or ValueError for an entry that is none."""
+    start, end = entry["data_offsets"]
+    if not isinstance(entry["dtype"], str) or not all(type(n) is int and n >= 0 for n in (*entry["shape"], start, end)):
+        raise ValueError
+    return end
+
+
+def _tensor_names(folder: Path) -> dict[str, set[str]]:
+    """Tensors that the index promises of every weight file; none without an index."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if not indices:
+        return {path.name: set() for path in folder.glob("*.safetensors")}
+    weight_map = read_object(indices[0]).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputError(f"{indices[0]} is not a shard index; download it again")
+    names: dict[str, set[str]] = {}
+    for tensor, file in weight_map.items():
+        names.setdefault(file, set()).add(tensor)
+    return names

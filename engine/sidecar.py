@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 
 from solgen.engine.adapters.header import file_sha256
+from solgen.engine.batch import Job
 from solgen.engine.decode import Latents
 from solgen.engine.request import Request
+from solgen.errors import InputError
 
 
 def request_record(request: Request) -> dict[str, Any]:
@@ -41,22 +44,38 @@ def latents_digest(latents: Latents) -> str:
 
 def write_sidecar(path: Path, record: dict[str, Any]) -> None:
     """Write under a temporary name in the same folder, then rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".solgen-{os.getpid()}.json")
     try:
-        temporary.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def is_finished(output: Path, sidecar: Path, request: Request) -> bool:
-    """Whether a clip of exactly this request lies there, so that `--resume` may skip it."""
+def finished_record(job: Job, *, overwrite: bool) -> dict[str, Any] | None:
+    """The record of a finished clip of exactly this request, so that `--resume` may skip it.
+
+    Raises:
+        InputError: if something else lies there and may not be replaced.
+    """
+    if not os.path.lexists(job.output) and not os.path.lexists(job.sidecar):
+        return None
     try:
-        return output.is_file() and json.loads(sidecar.read_text(encoding="utf-8"))["request"] == request_record(
-            request
-        )
+        record = json.loads(job.sidecar.read_text(encoding="utf-8"))
+        if job.output.is_file() and record["request"] == request_record(job.request):
+            return record
+        problem = "is another request's clip"
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        problem = f"has no readable record {job.sidecar.name}, so nobody can tell whether it is finished"
+    if overwrite:
+        return None
+    raise InputError(f"{job.output} {problem}; choose another --output or pass --overwrite")
+
+
+def finite(value: float) -> float | str | None:
+    """A number as JSON can hold it: infinities as text, NaN (nothing was there to measure) as null."""
+    return None if math.isnan(value) else value if math.isfinite(value) else str(value)
 
 
 def _digest(path: Path | None) -> dict[str, str]:

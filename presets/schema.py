@@ -3,16 +3,19 @@
 Precedence (highest first): command line, config file, preset file, the defaults below.
 """
 
-import difflib
+import math
+import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from solgen.errors import InputError
+from solgen.presets.complaint import complaint, did_you_mean, refuse_unknown
 
 FRAMES_PER_CHUNK = 17
 """Pixel frames of one video VAE chunk; legal frame counts are 17 n + 5."""
@@ -31,17 +34,39 @@ def _split(value: object) -> object:
 
 
 def _off(value: object) -> object:
-    return None if value in ("off", "none", False) else value
+    return None if value is False or value in ("off", "none") else value
 
+
+def _blocks(value: object) -> str:
+    """A list of blocks without its spaces; "off" lists none."""
+    listed = "" if _off(value) is None else value
+    if not isinstance(listed, str) or not _BLOCKS.fullmatch(listed):
+        raise ValueError("expected block numbers as 0-2,47-49")
+    parts = [part.partition("-") for part in re.sub(r"\s", "", listed).split(",")]
+    for first, dash, last in parts:
+        if dash and int(last) < int(first):
+            raise ValueError(f"{first}-{last} is an empty range; expected {last}-{first}")
+    return ",".join(map("".join, parts))
+
+
+def _finite(epsilon: float) -> float:
+    if not math.isfinite(epsilon):
+        raise ValueError("expected a finite number (attention.density=1 keeps every block)")
+    return epsilon
+
+
+_RANGE = r"[0-9]{1,4}(\s*-\s*[0-9]{1,4})?"
+_BLOCKS = re.compile(rf"\s*({_RANGE}(\s*,\s*{_RANGE})*)?\s*")
 
 Floats = Annotated[tuple[float, ...] | None, BeforeValidator(_split), BeforeValidator(_off)]
-Blocks = Annotated[str, Field(pattern=r"^(\d+(-\d+)?(,\d+(-\d+)?)*)?$")]
+Blocks = Annotated[str, BeforeValidator(_blocks)]
+Epsilon = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_finite)]
 
 
 class Table(BaseModel):
-    """A table of a preset file: frozen, and no key beyond its fields."""
+    """A table of a preset file: frozen, every number finite, and no key beyond its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Canvas(Table):
@@ -132,7 +157,11 @@ class Sampler(Table):
             if levels is None:
                 continue
             if len(levels) != self.steps + 1:
-                raise ValueError(f"{name} holds {len(levels)} levels; {self.steps} steps need {self.steps + 1}")
+                raise PydanticCustomError(
+                    "levels",
+                    "{key} holds {found} levels; {steps} steps need {needed}",
+                    {"key": name, "found": len(levels), "steps": self.steps, "needed": self.steps + 1},
+                )
             if levels[-1] != 0.0 or any(b >= a for a, b in pairwise(levels)):
                 raise ValueError(f"{name} must strictly decrease to 0")
             if levels[0] > 1.0:
@@ -163,7 +192,7 @@ class Attention(Table):
 
     backend: Literal["sol-attn2", "sol-attn1", "block-sparse", "fp8", "dense"] = "sol-attn2"
     impl: Literal["auto", "reference", "triton", "gluon"] = "auto"
-    epsilon: float = 0.47
+    epsilon: Epsilon = 0.47
     density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
     top_k: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
     tail: Literal["slots", "anchors", "none"] = "slots"
@@ -175,6 +204,12 @@ class Attention(Table):
     threshold: Literal["diag", "exact"] = "diag"
     dense_blocks: Blocks = "0-2,47-49"
     dense_steps: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_share(self) -> "Attention":
+        if self.density is not None and self.top_k is not None:
+            raise ValueError("density and top_k both set the share of kept blocks; give one, the other off")
+        return self
 
     def is_dense_block(self, index: int) -> bool:
         """Whether transformer block `index` is listed in `dense_blocks`."""
@@ -242,23 +277,38 @@ def load_preset(name: str, *overrides: tuple[str, Mapping[str, Any]]) -> Preset:
     names = preset_names()
     if name not in names:
         raise InputError(
-            f"unknown preset {name!r}{_nearest(name, names)}; solgen presets list shows {', '.join(names)}"
+            f"unknown preset {name!r}{did_you_mean(name, names)}; solgen presets list shows {', '.join(names)}"
         )
     path = Path(__file__).parent / f"{name}.toml"
+    layers = [(f"presets/{path.name}", read_table(path)), *overrides]
     merged: dict[str, Any] = {}
-    for origin, table in ((f"presets/{path.name}", read_table(path)), *overrides):
-        for key in _unknown_keys(Preset, table):
-            raise InputError(f"{origin}: unknown key {key!r}{_nearest(key, list(_keys(Preset)))}")
+    for origin, table in layers:
+        check_table(origin, table)
         merged = _overlay(merged, table)
     try:
         return Preset.model_validate(merged)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        origin = next((o for o, table in reversed(overrides) if _holds(table, first["loc"])), f"presets/{path.name}")
-        message = first["msg"].removeprefix("Value error, ")
-        got = "" if isinstance(first["input"], dict | Table) else f", got {first['input']!r}"
-        raise InputError(f"{origin}: {key}: {message}{got}") from error
+        raise InputError(complaint(error, layers)) from error
+
+
+def check_table(origin: str, table: Mapping[str, Any], *, others: Sequence[str] = ()) -> None:
+    """Refuse keys that no preset has, and single values where tables belong.
+
+    Args:
+        origin: Where the table comes from.
+        table: Nested preset table.
+        others: Names beside those of a preset that a misspelt key may have meant.
+
+    Raises:
+        InputError: naming the key and the nearest one that exists.
+    """
+    refuse_unknown(origin, _SHAPE, table, others)
+    for name in filter(_SHAPE.get, table):
+        value = table[name]
+        if not isinstance(value, Mapping) and _off(value) is not Preset.model_fields[name].default:
+            raise InputError(
+                f"{origin}: {name}: expected a table, got {value!r}; set its keys, as {name}.{next(iter(_SHAPE[name]))}"
+            )
 
 
 def set_key(table: dict[str, Any], assignment: str) -> None:
@@ -271,8 +321,11 @@ def set_key(table: dict[str, Any], assignment: str) -> None:
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise InputError(f"--set {assignment!r}: expected table.key=value, as attention.dense_blocks=0-2")
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1], 1):
         table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            outer = ".".join(parts[:depth])
+            raise InputError(f"--set {assignment!r}: {outer} is set to {table!r} already; leave one of them out")
     table[parts[-1]] = value.strip()
 
 
@@ -293,41 +346,14 @@ def _overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _tables(model: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """Fields of a table, each with the class of the table it holds, if it holds one."""
-    fields: dict[str, type[BaseModel] | None] = {}
+def _shape(model: type[BaseModel]) -> dict[str, Any]:
+    """Keys of a table; those that hold a table have its shape, the others None."""
+    shape: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         candidates = (field.annotation, *getattr(field.annotation, "__args__", ()))
-        fields[name] = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
-    return fields
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
+        shape[name] = None if inner is None else _shape(inner)
+    return shape
 
 
-def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, table in _tables(model).items():
-        if table is None:
-            yield prefix + name
-        else:
-            yield from _keys(table, f"{prefix}{name}.")
-
-
-def _unknown_keys(model: type[BaseModel], table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    fields = _tables(model)
-    for name, value in table.items():
-        if name not in fields:
-            yield prefix + name
-        elif (nested := fields[name]) is not None and isinstance(value, Mapping):
-            yield from _unknown_keys(nested, value, f"{prefix}{name}.")
-
-
-def _holds(table: Mapping[str, Any], loc: tuple[int | str, ...]) -> bool:
-    value: Any = table
-    for part in loc:
-        if not isinstance(value, Mapping) or part not in value:
-            return False
-        value = value[part]
-    return True
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+_SHAPE = _shape(Preset)

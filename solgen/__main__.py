@@ -1,7 +1,10 @@
 """Entry point of the `solgen` command: turns every failure into one line and an exit code."""
 
+import errno
 import os
+import signal
 import sys
+import threading
 import warnings
 
 FOREIGN_OPTIONS = {
@@ -36,42 +39,62 @@ FOREIGN_OPTIONS = {
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit.
 
-    Exit codes: 0 done, 1 the environment or a bug, 2 the user's input, 130 interrupted.
+    Exit codes: 0 done, 1 the environment or a bug, 2 the user's input, 128 + n stopped by signal n.
     """
-    from solgen.cli import app
-    from solgen.errors import SolgenError
-
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments
-    if not debug:
-        _quiet_libraries()
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
+        _stop_cleanly()
+        from solgen.cli import app
+        from solgen.errors import SolgenError
+
+        if not debug:
+            _quiet_libraries()
         code = app(args=arguments, prog_name="solgen", standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        _fail("interrupted", 128 + signal.SIGINT)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except SolgenError as error:
-        if debug:
-            raise
-        _fail(str(error), error.exit_code)
     except Exception as error:
+        if isinstance(error, SolgenError) and not debug:
+            _fail(str(error), error.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it would fail again at exit
+            _fail(f"{error.strerror}{f': {error.filename}' if error.filename else ''}; free some space", 1)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())  # type: ignore[attr-defined]
+            sys.exit(0)
         if hasattr(error, "format_message"):  # typer's own complaint about the command line
             _fail(_usage(error), 2)
-        if type(error).__name__ == "Abort":
-            _fail("interrupted", 130)
         if debug:
             raise
         first = (str(error).splitlines() or [""])[0]
         _fail(f"{type(error).__name__}: {first} (a bug in solgen or its environment; --debug shows where)", 1)
+    if code == 128 + signal.SIGINT:  # typer turns the interrupt into an exit code
+        _fail("interrupted", code)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _stop_cleanly() -> None:
+    """Let a polite request to stop unwind the stack, so that temporary files are removed."""
+
+    def stop(number: int, _frame: object) -> None:
+        _fail(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), stop)
 
 
 def _quiet_libraries() -> None:
     """Keep library chatter off the terminal, unless the user has asked for it in the environment."""
     for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
-        os.environ.setdefault(name, "error")
+        os.environ.setdefault(name, "critical")  # diffusers logs the tracebacks that it then raises
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 

@@ -90,7 +90,7 @@ def generate(
     with Console() as console:
         records = run(jobs, console, overwrite=overwrite, resume=resume)
     if as_json:
-        print(json.dumps(records if len(jobs) > 1 else next(iter(records), None), ensure_ascii=False))
+        print(json.dumps(records if len(jobs) > 1 else records[0]))
     else:
         for job in jobs:
             print(job.output)

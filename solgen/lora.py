@@ -32,7 +32,7 @@ def inspect(
     if model is None:
         shapes = h3_shapes()
     else:
-        from solgen.engine.loader import open_repository
+        from solgen.engine.repository import open_repository
 
         shapes = model_shapes(open_repository(settings.model, "t2va").folders["transformer"])
     report = inspect_adapter(source, shapes, settings.lora)

@@ -36,7 +36,13 @@ LORA_FORM = "PATH|REPO/FILE[@REVISION][:STRENGTH]"
 LORA_HELP = "Adapter, with strength 1 unless given; repeatable, summed."
 Lora = Annotated[list[str] | None, Option(help=LORA_HELP, metavar=LORA_FORM)]
 LoraMode = Annotated[str | None, Option(help="merge into the weights, or branch beside them.", show_default="merge")]
-Config = Annotated[Path | None, Option(help="TOML with any of these and preset tables.", metavar="FILE")]
+Config = Annotated[
+    Path | None,
+    Option(
+        help="TOML of preset tables and, by name, any option but prompt_file, num_outputs, set and flags.",
+        metavar="FILE",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     Option("--set", help="Any preset key, as attention.dense_blocks=0-2; repeatable.", metavar="KEY=VALUE"),
@@ -51,7 +57,7 @@ def request_options(given: dict[str, Any]) -> Any:
     """The `Options` of a command from its parameters, by name."""
     import dataclasses
 
-    from solgen.engine.request import Options
+    from solgen.engine.asked import Options
 
     names = {field.name for field in dataclasses.fields(Options)} - {"sets", "reference", "lora"}
     fields = {name: value for name, value in given.items() if name in names}

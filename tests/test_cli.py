@@ -1,6 +1,7 @@
 """What a user types and sees: help, errors in one line, exit codes, nothing written."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,47 @@ BAD = {
     "not an option": (["--frobnicate"], "--frobnicate"),
     "not a number": ([*DEMO, "--steps", "four"], "'--steps': Input should be a valid integer"),
     "config": ([*DEMO, "--config", "missing.toml"], "cannot read missing.toml"),
+    "a crop beyond the canvas": (
+        [*DEMO, "--width", "64", "--height", "64", "--set", "output.crop=66"],
+        "output.crop 66 is beyond the canvas height 64; add --set output.crop=off",
+    ),
+    "a crop of a taller preset": (
+        ["--preset", "hyperflow-1080p15", "-p", "x", "--height", "736"],
+        "output.crop 1080 is beyond the canvas height 736; add --set output.crop=off",
+    ),
+    "no crop": ([*DEMO, "--set", "output.crop=0"], "output.crop: Input should be greater than 0"),
+    "no density": ([*DEMO, "--density", "0"], "attention.density: Input should be greater than 0, got 0.0"),
+    "epsilon nan": ([*DEMO, "--epsilon", "nan"], "command line: attention.epsilon: expected a finite number"),
+    "epsilon inf": ([*DEMO, "--set", "attention.epsilon=-inf"], "attention.density=1 keeps every block"),
+    "seconds nan": ([*DEMO, "--seconds", "nan"], "outside 5 to 15.1"),
+    "two shares": (
+        [*DEMO, "--density", "0.1", "--set", "attention.top_k=0.1"],
+        "density and top_k both set the share of kept blocks; give one",
+    ),
+    "a large seed": ([*DEMO, "--seed", str(2**63)], f"seed {2**63} is outside 0 to {2**63 - 1}"),
+    "a large last seed": ([*DEMO, "--seed", str(2**63 - 1), "--num-outputs", "2"], f"seed {2**63} is outside"),
+    "a key below a value": (
+        [*DEMO, "--set", "canvas=3", "--set", "canvas.width=64"],
+        "--set 'canvas.width=64': canvas is set to '3' already",
+    ),
+    "a value for a table": ([*DEMO, "--set", "sampler=3"], "--set: sampler: expected a table, got '3'"),
+    "a value for a table that an adapter reads": (["-p", "x", "--set", "sampler=3"], "sampler: expected a table"),
+    "a prompt in Latin-1": (["--preset", "demo", "-p", "caf\udce9"], "the prompt is not valid Unicode at character 4"),
+    "an output in Latin-1": ([*DEMO, "-o", "caf\udce9.mp4"], "--output 'caf\\udce9.mp4' is not valid Unicode"),
+    "an image in Latin-1": ([*DEMO, "--image", "caf\udce9.png"], "--image 'caf\\udce9.png' is not valid Unicode"),
+    "a model in Latin-1": ([*DEMO, "--model", "caf\udce9"], "--model 'caf\\udce9' is not valid Unicode"),
+    "an empty output": ([*DEMO, "-o", ""], "--output is empty"),
+    "an empty image": ([*DEMO, "--image", ""], "--image is empty"),
+    "a name beyond the file system": ([*DEMO, "-o", "x" * 251 + ".mp4"], "File name too long"),
+    "calls that the preset fixes": (
+        ["--preset", "hyperflow-5s", "-p", "x", "--set", "adapter=off", "--steps", "4"],
+        "command line: sampler: positions holds 9 levels; 4 steps need 5; presets/hyperflow-5s.toml fixes the calls, "
+        "--set sampler.positions=off frees them",
+    ),
+    "an empty level": ([*DEMO, "--set", "sampler.positions=1,,0"], "--set: sampler.positions.1: "),
+    "a task of the preset": ([*DEMO, "--set", "tasks=x"], "--set: tasks.0: "),
+    "half an adapter": ([*DEMO, "--set", "adapter.repo=x"], "--set: adapter.file: is missing; set it too"),
+    "no file to resume": ([*DEMO, "--resume"], "--resume needs --seed, or an --output whose record names it"),
 }
 
 
@@ -143,10 +185,20 @@ def test_bad_input_is_refused_in_one_line(case: str, refused) -> None:
     assert expected in refused(*arguments)
 
 
-def test_refusals_come_fast_and_load_no_weights(tmp_path: Path) -> None:
+def test_a_name_as_long_as_the_file_system_allows_is_accepted(tmp_path: Path, refused) -> None:
+    assert "no such folder" in refused(*DEMO, "--model", "./nowhere", "-o", "x" * 250 + ".mp4")
+    assert "File name too long" in refused(*DEMO, "-o", "é" * 126 + ".mp4")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--width", "300"], ["--image", "a.png"], ["--reference", "video:a.mp4"], ["-o", "nowhere/clip.mp4"]],
+    ids=" ".join,
+)
+def test_refusals_come_fast_and_load_no_weights(arguments: list[str], tmp_path: Path) -> None:
     program = (
         "import sys\nfrom solgen.__main__ import main\n"
-        "try:\n    main(['generate', '--preset', 'demo', '-p', 'x', '--width', '300'])\n"
+        f"try:\n    main(['generate', '--preset', 'demo', '-p', 'x', *{arguments!r}])\n"
         "except SystemExit as stop:\n    assert stop.code == 2\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
@@ -176,11 +228,34 @@ def test_existing_files_are_refused_and_kept(tmp_path: Path, refused) -> None:
     assert "clip.mp4 exists" in refused(*DEMO, "-o", "clip.mp4")
     (tmp_path / "other.json").write_text("{}")
     assert "other.json exists" in refused(*DEMO, "-o", "other.mp4")
+    (tmp_path / "dangling.mp4").symlink_to("nowhere")
+    assert "dangling.mp4 exists" in refused(*DEMO, "-o", "dangling.mp4")
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".json"])
+def test_a_folder_in_the_way_is_refused(suffix: str, tmp_path: Path, refused) -> None:
+    (tmp_path / f"clip{suffix}").mkdir()
+    for flags in ([], ["--overwrite"], ["--resume"]):
+        assert f"clip{suffix} is a folder" in refused(*DEMO, "-o", "clip.mp4", *flags)
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path, refused) -> None:
     # /proc is read-only even for root, whom permission bits do not stop.
     assert "cannot write to output folder /proc" in refused(*DEMO, "-o", "/proc/clip.mp4")
+    (tmp_path / "loop").symlink_to("loop")
+    assert "cannot write to output folder loop" in refused(*DEMO, "-o", "loop/clip.mp4")
+    (tmp_path / "file").touch()
+    assert "cannot write to output folder file" in refused(*DEMO, "-o", "file/clip.mp4")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not stop root")
+def test_a_locked_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from solgen.engine.naming import check_name
+    from solgen.errors import InputError
+
+    (tmp_path / "locked").mkdir(mode=0)
+    with pytest.raises(InputError, match="Permission denied"):
+        check_name(tmp_path / "locked" / "clip.mp4", overwrite=False, resume=False)
 
 
 def test_prompt_files_that_cannot_be_read_are_refused(tmp_path: Path, refused) -> None:
@@ -251,3 +326,38 @@ def test_keyframes_choose_the_canvas(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert request.notes == ("canvas 736x1312 from tall.png (180x320)",)
     fixed = resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture), width=768, height=768), seed=0)
     assert (fixed.preset.canvas.width, fixed.preset.canvas.height) == (768, 768)
+    sets = ("canvas.width=768", "canvas.height=768")
+    assert resolve(Options(prompt="x", preset="hyperflow-5s", image=str(picture), sets=sets), seed=0) == fixed
+
+
+def test_a_keyframes_canvas_has_no_crop_but_its_own(tmp_path: Path) -> None:
+    from solgen.engine.request import Options, resolve
+
+    picture = tmp_path / "tall.png"
+    Image.fromarray(np.zeros((320, 180, 3), dtype=np.uint8)).save(picture)
+    given = {"prompt": "x", "preset": "hyperflow-1080p15", "image": str(picture), "seed": 0}
+    preset = resolve(Options(**given), seed=0).preset
+    assert (preset.canvas.height, preset.output.crop) == (1920, None)
+    assert resolve(Options(**given, sets=("output.crop=1900",)), seed=0).preset.output.crop == 1900
+
+
+def test_a_keyframe_wants_both_sides_or_none(tmp_path: Path, refused) -> None:
+    Image.fromarray(np.zeros((64, 64, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    for side in ("width", "height"):
+        line = refused(*DEMO, "--image", "a.png", f"--{side}", "256")
+        assert f"{side} alone beside a keyframe; give --width and --height, or neither" in line
+
+
+@pytest.mark.parametrize("size", [[], ["--width", "256", "--height", "256"]])
+@pytest.mark.parametrize("option", ["--image", "--last-image"])
+def test_keyframes_beyond_the_aspect_ratios_are_refused(option: str, size: list[str], tmp_path: Path, refused) -> None:
+    Image.fromarray(np.zeros((50, 201, 3), dtype=np.uint8)).save(tmp_path / "wide.png")
+    assert "wide.png is 201x50; keyframes lie within" in refused(*DEMO, option, "wide.png", *size)
+
+
+def test_every_option_is_one_that_a_config_takes_or_refuses_by_name() -> None:
+    from solgen.engine.asked import COMMAND_ONLY, NAMES
+
+    options = {parameter.name for parameter in get_command(app).commands["generate"].params} - {"help"}
+    spelled = {"set_keys": "set", "as_json": "json"}
+    assert {spelled.get(name, name) for name in options} == set(NAMES) | set(COMMAND_ONLY)

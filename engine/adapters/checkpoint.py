@@ -26,8 +26,8 @@ from solgen.engine.adapters.overlay import (
     open_overlay,
 )
 from solgen.engine.adapters.source import Source
-from solgen.engine.loader import INDEX, Repository, open_repository
 from solgen.engine.pipeline import transformer_name
+from solgen.engine.repository import INDEX, Repository, open_repository
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError, SetupError
 from solgen.presets.schema import Lora, Model, Task

@@ -21,6 +21,9 @@ MAX_ASPECT = 4
 MIN_FRAMES = 13
 """The conditioner reads two frames per second, merged in pairs: the first pair is frames 0 and 12."""
 
+DURATION_ERROR_S = 0.005
+"""ffmpeg tells the duration of a file in hundredths of a second."""
+
 
 def build_reference(
     kind: Kind,
@@ -62,17 +65,37 @@ def build_reference(
     info = probe_media(path, "video", ffmpeg=ffmpeg)
     _check_aspect(path, info.width, info.height)
     frames, soundtrack = read_video(path, max_frames=max_frames, canvas=canvas, ffmpeg=ffmpeg)
-    if len(frames) < MIN_FRAMES:
-        raise InputError(
-            f"reference video {str(path)!r} has {len(frames)} frames at {FPS} fps, expected {MIN_FRAMES} "
-            "or more; use a longer one, or a frame of it as an image reference"
-        )
+    _check_length(path, len(frames))
     return MiniMaxH3VideoReference(
         frames=frames,
         fps=float(FPS),
         audio=None if soundtrack is None else torch.from_numpy(soundtrack),
         sample_rate=None if soundtrack is None else SAMPLING_RATE,
     )
+
+
+def check_reference(kind: Kind, path: Path) -> None:
+    """Refuse a reference by a quick look that decodes next to nothing of a clip; `build_reference` counts its frames.
+
+    Raises:
+        InputError: as for `build_reference`.
+    """
+    if kind == "image":
+        _check_aspect(path, *read_image(path).size)
+        return
+    info = probe_media(path, kind)
+    if kind == "video":
+        _check_aspect(path, info.width, info.height)
+        if info.duration_s is not None:
+            _check_length(path, round((info.duration_s + DURATION_ERROR_S) * FPS))
+
+
+def _check_length(path: Path, num_frames: int) -> None:
+    if num_frames < MIN_FRAMES:
+        raise InputError(
+            f"reference video {str(path)!r} has {num_frames} frames at {FPS} fps, expected {MIN_FRAMES} "
+            "or more; use a longer one, or a frame of it as an image reference"
+        )
 
 
 def _check_aspect(path: Path, width: int, height: int) -> None:

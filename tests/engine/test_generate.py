@@ -12,6 +12,7 @@ from solgen.engine.decode import Latents
 from solgen.engine.denoise import NonFiniteLatentsError
 from solgen.engine.generate import generate
 from solgen.engine.media.read import read_video
+from solgen.engine.media.write import write_video
 from solgen.engine.output import decode_file
 from solgen.errors import InputError, SolgenError
 
@@ -93,11 +94,13 @@ def test_references_in_order(small_job, listener, picture, sound) -> None:
 
 
 def test_a_video_reference(small_job, listener, tmp_path: Path) -> None:
-    source = small_job("source.mp4")
-    generate([source], listener)
-    (record,) = generate([small_job("clip.mp4", reference=(f"video:{source.output}",))], listener)
-    assert record["sequence"]["condition_video"] > 0
-    assert record["sequence"]["condition_audio"] == 2 * 207
+    """39 frames with sound: 12 latent frames of 256 x 256, and 65 sound latents a channel."""
+    frames = np.random.default_rng(0).integers(0, 255, (39, 64, 64, 3), dtype=np.uint8)
+    tone = np.sin(np.arange(52000) / 20, dtype=np.float32)[None].repeat(2, 0) / 2
+    write_video(tmp_path / "source.mp4", [frames], tone, num_frames=39, width=64, height=64)
+    (record,) = generate([small_job("clip.mp4", reference=(f"video:{tmp_path / 'source.mp4'}",))], listener)
+    assert record["sequence"]["condition_video"] == 12 * 8 * 8
+    assert record["sequence"]["condition_audio"] == 2 * 65
 
 
 def test_362_frames_are_accepted(small_job, listener) -> None:
@@ -118,7 +121,7 @@ def test_cropping_keeps_the_upper_rows(small_job, listener) -> None:
 
 
 def test_density_is_solved_for(small_job, listener) -> None:
-    job = small_job("clip.mp4", width=256, height=256, density=0.3)
+    job = small_job("clip.mp4", width=128, height=128, density=0.3)
     (record,) = generate([job], listener)
     measured = np.mean([value for row in record["attention"]["density"] for value in row.values()])
     assert measured == pytest.approx(0.3, abs=0.02)
@@ -175,9 +178,14 @@ def test_latents_are_kept_when_writing_fails_and_decode_later(small_job, listene
 
     with pytest.raises(SolgenError, match=r"solgen decode .*clip.latents.safetensors"):
         generate([job], listener, on_step=fill_the_place)
+    job.output.rmdir()
+    with pytest.raises(SolgenError, match=r"clip.latents-2.safetensors"):
+        generate([small_job("clip.mp4", seed=8)], listener, on_step=fill_the_place)
     kept = tmp_path / "clip.latents.safetensors"
     assert not job.sidecar.exists()
     decode_file(kept, tmp_path / "later.mp4", listener, overwrite=False)
+    later, first = (json.loads((tmp_path / name).read_text()) for name in ("later.json", "plain.json"))
+    assert without_times(later) == without_times(first)
     assert (tmp_path / "later.mp4").read_bytes() == plain.output.read_bytes()
     with pytest.raises(InputError, match="already exists"):
         decode_file(kept, tmp_path / "later.mp4", listener, overwrite=False)
@@ -190,12 +198,41 @@ def test_resume_skips_finished_clips_alone(small_job, listener) -> None:
     generate([done], listener)
     before = done.output.stat().st_mtime_ns
     records = generate([done, new], listener, resume=True)
-    assert [record["request"]["seed"] for record in records] == [9]
+    assert [record["request"]["seed"] for record in records] == [7, 9]
+    assert records == [json.loads(job.sidecar.read_text()) for job in (done, new)]
     assert done.output.stat().st_mtime_ns == before
     assert f"{done.output} is finished; skipped" in listener.notes
     changed = small_job("done.mp4", seed=11)
     with pytest.raises(InputError, match="another request's clip"):
         generate([changed], listener, resume=True)
+    new.sidecar.unlink()
+    with pytest.raises(InputError, match="has no readable record new.json"):
+        generate([new], listener, resume=True)
+    generate([new], listener, resume=True, overwrite=True)
+    assert json.loads(new.sidecar.read_text())["request"]["seed"] == 9
+
+
+def test_a_canvas_without_an_all_video_block_has_no_density(small_job, listener) -> None:
+    (record,) = generate([small_job(width=32, height=32)], listener)
+    assert record["attention"]["density"] == [dict.fromkeys("1234")]
+
+
+def test_latents_that_do_not_fit_their_record_are_refused(small_job, listener, tmp_path: Path) -> None:
+    latents = Latents(torch.zeros(1, 24, 37, 4, 4), torch.zeros(2, 32, 207))
+    settings = small_job().request.preset.model_dump(mode="json")
+    request = {"settings": settings, "preset": "demo", "task": "t2va", "prompt": "x"}
+    sound = {"request": request, "timings": {"denoise": 1.0}}
+    for record, message in (
+        ({}, "does not hold the record of a clip"),
+        ({**sound, "request": {**request, "settings": {"canvas": 1}}}, "does not hold the record"),
+    ):
+        kept = latents.keep(tmp_path / "a.mp4", record)
+        with pytest.raises(InputError, match=message):
+            decode_file(kept, tmp_path / "b.mp4", listener, overwrite=False)
+    kept = Latents(latents.video[..., :2], latents.audio).keep(tmp_path / "a.mp4", sound)
+    with pytest.raises(InputError, match="it is damaged"):
+        decode_file(kept, tmp_path / "b.mp4", listener, overwrite=False)
+    assert listener.stages == []
 
 
 def test_a_batch_shares_task_and_model(small_job, listener, picture) -> None:

@@ -56,6 +56,10 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def read_processor(repository: Path) -> H3Processor:
+    return H3Processor.from_folders(repository / "processor", repository / "tokenizer")
+
+
 def clip(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).integers(0, 256, (*shape, 3), dtype=np.uint8)
 
@@ -174,7 +178,7 @@ def test_what_is_not_equal_is_refused() -> None:
 
 
 def test_token_types_equal_the_original(repository: Path) -> None:
-    processor = H3Processor.from_folder(repository)
+    processor = read_processor(repository)
     image, video = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
     batch = [[1, image, image, 0, video], [video], [1, 1]]
     ids = SimpleNamespace(image_token_ids=[image], video_token_ids=[video], audio_token_ids=[None])
@@ -183,7 +187,7 @@ def test_token_types_equal_the_original(repository: Path) -> None:
 
 
 def test_settings_come_from_the_folder(repository: Path) -> None:
-    processor = H3Processor.from_folder(repository)
+    processor = read_processor(repository)
     assert processor.image_processor.patch_size == 16
     assert processor.image_processor.size["longest_edge"] == 64 * 64
     assert processor.video_processor.size == VIDEO["size"]
@@ -198,24 +202,24 @@ def test_settings_in_one_file_win(repository: Path) -> None:
         "video_processor": VIDEO | {"temporal_patch_size": 4},
     }
     (folder / "processor_config.json").write_text(json.dumps(together))
-    processor = H3Processor.from_folder(repository)
+    processor = read_processor(repository)
     assert processor.image_processor.merge_size == 1
     assert processor.video_processor.temporal_patch_size == 4
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         (folder / name).unlink()
-    assert H3Processor.from_folder(repository).video_processor.temporal_patch_size == 4
+    assert read_processor(repository).video_processor.temporal_patch_size == 4
 
 
 def test_a_file_for_the_class_alone_does_not_hide_the_others(repository: Path) -> None:
     (repository / "processor" / "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
-    assert H3Processor.from_folder(repository).video_processor.size == VIDEO["size"]
+    assert read_processor(repository).video_processor.size == VIDEO["size"]
 
 
 def test_the_tokenizer_may_lie_beside_the_processor(repository: Path) -> None:
     for file in (repository / "processor").glob("tokenizer*"):
         file.unlink()
     save_tokenizer(repository / "tokenizer")
-    assert H3Processor.from_folder(repository).create_mm_token_type_ids([[4, 5]]) == [[1, 2]]
+    assert read_processor(repository).create_mm_token_type_ids([[4, 5]]) == [[1, 2]]
 
 
 def test_incomplete_folders_are_refused_in_one_line(repository: Path) -> None:
@@ -223,23 +227,45 @@ def test_incomplete_folders_are_refused_in_one_line(repository: Path) -> None:
 
     def refusal() -> str:
         with pytest.raises(InputError) as caught:
-            H3Processor.from_folder(repository)
+            read_processor(repository)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     save_tokenizer(folder, SPECIAL[:3])
-    assert "tokenizer does not know <|video_pad|>" in refusal()
+    assert f"the tokenizer in {folder} does not know <|video_pad|>" in refusal()
     for file in folder.glob("tokenizer*"):
         file.unlink()
     assert "no tokenizer in" in refusal()
     (folder / "video_preprocessor_config.json").unlink()
-    assert "no video_preprocessor_config.json or processor_config.json in" in refusal()
+    assert "no video_preprocessor_config.json in" in refusal()
     (folder / "preprocessor_config.json").write_text("{")
-    assert "no valid JSON" in refusal()
+    assert "not readable JSON" in refusal()
+
+
+BROKEN = [
+    ("video_preprocessor_config.json", "[]", "video_preprocessor_config.json is not a JSON object"),
+    ("preprocessor_config.json", "null", "preprocessor_config.json is not a JSON object"),
+    ("processor_config.json", '{"video_processor": []}', "no video_processor in processor_config.json"),
+    *(
+        (f"{part}preprocessor_config.json", text, "does not describe Qwen3-VL's processor")
+        for part in ("", "video_")
+        for text in ('{"size": 5}', '{"size": {"longest_edge": 5}}', '{"patch_size": 0}', '{"image_mean": null}')
+    ),
+    *(("tokenizer.json", text, "processor holds no readable tokenizer") for text in ("", "[]", "{}", "{")),
+    ("tokenizer_config.json", "[]", "processor holds no readable tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "message"), BROKEN, ids=[f"{file} {text}" for file, text, _ in BROKEN])
+def test_a_broken_file_is_named(file: str, text: str, message: str, repository: Path) -> None:
+    (repository / "processor" / file).write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_processor(repository)
+    assert "\n" not in str(caught.value)
 
 
 def test_diffusers_gathers_its_features(repository: Path) -> None:
-    processor = H3Processor.from_folder(repository)
+    processor = read_processor(repository)
     references = [
         MiniMaxH3ImageReference(image=Image.new("RGB", (96, 64), "white")),
         MiniMaxH3VideoReference(frames=clip(40, 64, 96)),
@@ -264,7 +290,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from solgen.engine.processor import H3Processor
-processor = H3Processor.from_folder(Path({str(repository)!r}))
+processor = H3Processor.from_folders(Path({str(repository)!r}) / "processor", Path())
 processor.image_processor(images=[Image.new("RGB", (64, 64))], return_tensors="pt")
 processor.video_processor(videos=[np.zeros((2, 64, 64, 3), np.uint8)])
 """

@@ -1,13 +1,14 @@
 """Broken weight files are named before anything loads."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from solgen.engine.shards import check_weights, read_header
+from solgen.engine.shards import headers_digest, read_header, read_headers
 from solgen.errors import InputError
 
 
@@ -23,15 +24,16 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_sound_shards_pass_and_their_digest_follows_the_headers(sharded: Path) -> None:
-    digest = check_weights(sharded)
-    assert check_weights(sharded) == digest
+    digest = headers_digest(read_headers(sharded))
+    assert headers_digest(read_headers(sharded)) == digest
     save_file({"b.weight": torch.zeros(30, 20)}, sharded / "model-2-of-2.safetensors")
-    assert check_weights(sharded) != digest
+    assert headers_digest(read_headers(sharded)) != digest
 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    assert len(check_weights(tmp_path)) == 64
+    assert list(read_headers(tmp_path)) == ["model.safetensors"]
+    assert len(headers_digest(read_headers(tmp_path))) == 64
     assert read_header(tmp_path / "model.safetensors")["x"]["dtype"] == "BF16"
 
 
@@ -43,6 +45,15 @@ def grow(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
+def with_header(header: object) -> Callable[[Path], None]:
+    text = json.dumps(header).encode()
+    return lambda path: path.write_bytes(len(text).to_bytes(8, "little") + text)  # type: ignore[func-returns-value]
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"b.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} | changes}
+
+
 BREAKAGES = {
     "cut": (cut, r"bytes, its header promises [\d,]+; download it again"),
     "too long": (grow, "its header promises"),
@@ -51,6 +62,13 @@ BREAKAGES = {
     "git-lfs": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "git-lfs pointer"),
     "header cut": (lambda path: path.write_bytes(path.read_bytes()[:20]), "its header alone needs"),
     "text": (lambda path: path.write_text("hello world, not weights"), "not a safetensors file"),
+    "list": (with_header([]), "not a safetensors file"),
+    "number": (with_header(5), "not a safetensors file"),
+    "entry": (with_header({"b.weight": []}), "not a safetensors file"),
+    "no shape": (with_header(entry(shape=None)), "not a safetensors file"),
+    "no type": (with_header(entry(dtype=5)), "not a safetensors file"),
+    "one offset": (with_header(entry(data_offsets=[0])), "not a safetensors file"),
+    "offsets in words": (with_header(entry(data_offsets=["a", "b"])), "not a safetensors file"),
     "zeros": (lambda path: path.write_bytes(bytes(4096)), "not a safetensors file"),
 }  # fmt: skip
 
@@ -60,7 +78,7 @@ def test_a_broken_shard_is_named(kind: str, sharded: Path) -> None:
     breakage, message = BREAKAGES[kind]
     breakage(sharded / "model-2-of-2.safetensors")
     with pytest.raises(InputError, match=message) as error:
-        check_weights(sharded)
+        read_headers(sharded)
     assert "model-2-of-2.safetensors" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -70,13 +88,26 @@ def test_an_index_that_names_a_missing_tensor(sharded: Path) -> None:
     weight_map = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": weight_map | {"c.weight": "model-1-of-2.safetensors"}}))
     with pytest.raises(InputError, match=r"model-1-of-2.safetensors lacks tensor 'c.weight'"):
-        check_weights(sharded)
+        read_headers(sharded)
 
 
-def test_a_broken_index_and_an_empty_folder(sharded: Path, tmp_path: Path) -> None:
-    (sharded / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(InputError, match="not a shard index"):
-        check_weights(sharded)
+INDICES = {
+    "{": "not readable JSON",
+    "[]": "not a JSON object",
+    "{}": "not a shard index",
+    '{"weight_map": []}': "not a shard index",
+    '{"weight_map": {"a.weight": 5}}': "not a shard index",
+}
+
+
+@pytest.mark.parametrize("text", INDICES)
+def test_a_broken_index_is_named(text: str, sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(InputError, match=f"model.safetensors.index.json is {INDICES[text]}"):
+        read_headers(sharded)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(InputError, match=r"holds no \*.safetensors file"):
-        check_weights(tmp_path / "nothing")
+        read_headers(tmp_path / "nothing")

@@ -62,7 +62,27 @@ def test_later_overrides_win_and_keep_the_rest() -> None:
         ({"sampler": {"steps": 2, "positions": [1, 0.5, 0.1]}}, "strictly decrease to 0"),
         ({"sampler": {"steps": 2, "positions": [1, 1, 0]}}, "strictly decrease to 0"),
         ({"sampler": {"steps": 1, "video_sigmas": [1, 0]}}, "go together"),
-        ({"canvas": 5}, "flag: canvas"),
+        ({"canvas": 5}, "flag: canvas: expected a table, got 5; set its keys, as canvas.width"),
+        ({"attention": "off"}, "flag: attention: expected a table, got 'off'"),
+        ({"num_outputs": 2}, "flag: unknown key 'num_outputs'$"),
+        ({"epsilon": 1}, "flag: unknown key 'epsilon'; did you mean 'attention.epsilon'"),
+        ({"attention": {"epsilon": "nan"}}, "attention.epsilon: expected a finite number .*density=1.*got 'nan'"),
+        ({"attention": {"epsilon": float("inf")}}, "attention.epsilon: expected a finite number"),
+        ({"attention": {"tau": "nan"}}, "flag: attention.tau: expected a finite number, got"),
+        ({"sampler": {"video_shift": "inf"}}, "flag: sampler.video_shift: expected a finite number"),
+        ({"sampler": {"positions": "nan,0", "steps": 1}}, "flag: sampler.positions.0: expected a finite number"),
+        ({"lora": {"alpha": "inf"}}, "flag: lora.alpha: expected a finite number"),
+        ({"attention": {"density": 0}}, "flag: attention.density: Input should be greater than 0"),
+        ({"attention": {"density": 0.0}}, "flag: attention.density: Input should be greater than 0"),
+        ({"output": {"crop": 0}}, "flag: output.crop: Input should be greater than 0"),
+        ({"attention": {"density": 0.1, "top_k": 0.1}}, "flag: attention: density and top_k both set"),
+        ({"attention": {"dense_blocks": "5-3"}}, "flag: attention.dense_blocks: 5-3 is an empty range; expected 3-5"),
+        ({"attention": {"dense_blocks": "1 2"}}, "attention.dense_blocks: expected block numbers as 0-2,47-49"),
+        ({"attention": {"dense_blocks": [1]}}, "attention.dense_blocks: expected block numbers as 0-2,47-49"),
+        ({"attention": {"dense_blocks": "9" * 5000}}, "attention.dense_blocks: expected block numbers"),
+        ({"sampler": {"positions": "1,,0"}}, "flag: sampler.positions.1: .*got ''"),
+        ({"tasks": "x"}, "flag: tasks.0: .*got 'x'"),
+        ({"adapter": {"repo": "x"}}, "flag: adapter.file: is missing; set it too"),
     ],
 )
 def test_bad_keys_and_values_name_their_place(table: dict, message: str) -> None:
@@ -74,6 +94,42 @@ def test_off_switches() -> None:
     preset = load_preset("1080p15", ("--set", {"output": {"crop": "off"}, "attention": {"density": "off"}}))
     assert preset.output.crop is None
     assert preset.attention.density is None
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [(" 0 , 5 ", [0, 5]), ("1 - 3,5", [1, 2, 3, 5]), ("", []), ("off", []), (False, []), ("none", [])],
+)
+def test_dense_blocks_are_read_with_spaces_and_off(text: object, blocks: list[int]) -> None:
+    attention = load_preset("demo", ("flag", {"attention": {"dense_blocks": text}})).attention
+    assert [index for index in range(50) if attention.is_dense_block(index)] == blocks
+    assert " " not in attention.dense_blocks
+
+
+def test_levels_that_leave_no_choice_of_steps_say_who_set_them() -> None:
+    steps = ("command line", {"sampler": {"steps": 4}})
+    expected = "command line: sampler: positions holds 9 levels; 4 steps need 5; presets/hyperflow-5s.toml fixes"
+    with pytest.raises(InputError, match=f"{expected} the calls, --set sampler.positions=off frees them"):
+        load_preset("hyperflow-5s", steps)
+    with pytest.raises(InputError, match=expected):
+        load_preset("hyperflow-5s", steps, ("--set", {"sampler": {"video_shift": 3}}))
+    assert load_preset("hyperflow-5s", steps, ("--set", {"sampler": {"positions": "off"}})).sampler.steps == 4
+
+
+def test_the_last_layer_that_holds_a_value_is_blamed() -> None:
+    low, other = ("low", {"attention": {"offset": 9}}), ("other", {"attention": {"sink": True}})
+    with pytest.raises(InputError, match="low: attention.offset"):
+        load_preset("demo", low, other)
+    with pytest.raises(InputError, match="high: attention.offset"):
+        load_preset("demo", low, other, ("high", {"attention": {"offset": 8}}))
+
+
+@pytest.mark.parametrize("pair", [("canvas=3", "canvas.width=64"), ("canvas.width=3", "canvas.width.x=64")])
+def test_a_key_cannot_be_a_value_and_a_table(pair: tuple[str, str]) -> None:
+    table: dict = {}
+    set_key(table, pair[0])
+    with pytest.raises(InputError, match="is set to '3' already"):
+        set_key(table, pair[1])
 
 
 def test_set_key_nests() -> None:

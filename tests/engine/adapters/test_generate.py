@@ -72,8 +72,10 @@ def test_branches_work_under_sparse_attention(write, small_job, listener) -> Non
 def test_resume_knows_an_adapter_by_its_bytes(write, small_job, listener) -> None:
     path = write()
     job = small_job(lora=(str(path),))
-    generate([job], listener)
-    assert generate([job], listener, resume=True) == []
+    made = generate([job], listener)
+    before = job.output.stat().st_mtime_ns
+    assert generate([job], listener, resume=True) == made
+    assert job.output.stat().st_mtime_ns == before
     write(change=lambda tensors: tensors.update({key: value * 2 for key, value in tensors.items()}))
     with pytest.raises(InputError, match="another request's clip"):
         generate([job], listener, resume=True)

@@ -1,4 +1,4 @@
-"""Attention of the transformer blocks: diffusers' dense processor, or a sparse operator in its place."""
+"""Attention of the transformer blocks: diffusers' dense processor, or ours: sparse, or with exchanged heads."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_minimax_h3 import (
     MiniMaxH3Attention,
     MiniMaxH3AttnProcessor,
@@ -17,8 +18,9 @@ from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
 from solgen.kernels.block_sparse.validation import choose_impl
 from solgen.kernels.sol_attn1 import SolAttn1Config, sol_attn1
-from solgen.kernels.sol_attn2 import SolAttn2Config, SolAttn2Details, fastest_impl, sol_attn2
+from solgen.kernels.sol_attn2 import NonFiniteError, SolAttn2Config, SolAttn2Details, fastest_impl, sol_attn2
 from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
+from solgen.parallel.ulysses import Ulysses
 from solgen.presets.schema import Attention
 
 
@@ -30,6 +32,7 @@ class AttentionRun:
         settings: The preset's attention table.
         config: Sol-Attn2's settings made from it; replaced once when a density is solved for.
         video_rows: Rows that may be sparse, [N] bool, on the device.
+        ulysses: Exchanges with the ranks that share the sequence; None when there are none.
         step: Denoiser call in progress, from 0.
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
             tensors that stay on the device until `density_table`.
@@ -40,13 +43,14 @@ class AttentionRun:
     settings: Attention
     config: SolAttn2Config
     video_rows: torch.Tensor
+    ulysses: Ulysses | None = None
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
     histogram: torch.Tensor | None = None
     computed_by: str | None = None
 
     @classmethod
-    def start(cls, settings: Attention, video_rows: torch.Tensor) -> "AttentionRun":
+    def start(cls, settings: Attention, video_rows: torch.Tensor, ulysses: Ulysses | None = None) -> "AttentionRun":
         """Begin a request. `video_rows` is [N] bool in the order of the packed sequence."""
         config = SolAttn2Config(
             epsilon=settings.epsilon,
@@ -59,7 +63,7 @@ class AttentionRun:
         )
         if settings.backend == "fp8":
             config = dataclasses.replace(config, epsilon=-math.inf, top_k=None, tail="none")
-        return cls(settings, config, video_rows)
+        return cls(settings, config, video_rows, ulysses)
 
     @property
     def impl(self) -> Literal["reference", "triton", "gluon"] | None:
@@ -73,8 +77,16 @@ class AttentionRun:
         self.densities.append({})
 
     def density_table(self) -> list[dict[str, float]]:
-        """Measured density of every (step, block) that was sparse; the one device sync of the record."""
-        return [{str(block): float(value) for block, value in row.items()} for row in self.densities]
+        """Measured density of every (step, block) that was sparse, over all heads; the record's one device sync."""
+        measured = [value for row in self.densities for value in row.values()]
+        if not measured:
+            return [{} for _ in self.densities]
+        means = torch.stack(measured).double()
+        if self.ulysses is not None:
+            # Every rank holds as many heads, so the mean over ranks is the mean over heads.
+            means = self.ulysses.sum(means) / len(self.ulysses.rows)
+        values = iter(means.float().tolist())
+        return [{str(block): next(values) for block in row} for row in self.densities]
 
     @property
     def solves_density(self) -> bool:
@@ -130,19 +142,20 @@ def attend(
     return sol_attn2(query, key, value, config=run.config, video_rows=rows, impl=run.impl, details=True)
 
 
-class SparseProcessor:
-    """A sparse operator behind diffusers' attention-processor interface, for one transformer block.
+class BlockAttention:
+    """Attention of one transformer block behind diffusers' processor interface.
 
-    The projections, norms and rotary angles are those of `MiniMaxH3AttnProcessor`.
+    The projections, norms and rotary angles are those of `MiniMaxH3AttnProcessor`. With several ranks it is given
+    this rank's rows and attends over all rows with this rank's heads.
     """
 
     _attention_backend = None
     _parallel_config = None
 
-    def __init__(self, block: int, run: AttentionRun) -> None:
+    def __init__(self, block: int, run: AttentionRun, *, sparse: bool) -> None:
         self.block = block
         self.run = run
-        self.dense = MiniMaxH3AttnProcessor()
+        self.sparse = sparse
 
     def __call__(
         self,
@@ -151,10 +164,8 @@ class SparseProcessor:
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend over the packed sequence; `hidden_states` is [B, N, hidden]."""
+        """Attend over the packed sequence; `hidden_states` is [1, n, hidden] with this rank's n rows."""
         run = self.run
-        if run.step < run.settings.dense_steps and run.histogram is None:
-            return self.dense(attn, hidden_states, rotary_emb, attention_mask)
         query, key, value = (
             projection(hidden_states).unflatten(-1, (attn.heads, -1))
             for projection in (attn.to_q, attn.to_k, attn.to_v)
@@ -162,29 +173,49 @@ class SparseProcessor:
         query, key = attn.norm_q(query), attn.norm_k(key)
         if rotary_emb is not None:
             query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if run.ulysses is not None:
+            query, key, value = run.ulysses.to_heads(query, key, value)
+        if not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None):
+            output = dispatch_attention_fn(query, key, value)
+        else:
+            output = self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+        if run.ulysses is not None:
+            output = run.ulysses.to_rows(output)
+        return attn.to_out[1](attn.to_out[0](output.flatten(2, 3)))
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The sparse operator on [1, H, N, 128] views; books its density."""
+        run = self.run
         if run.histogram is not None:
             run.histogram += share_histogram(query, key, video_rows=run.video_rows)
-        output, details = attend(run, query, key, value)
+        try:
+            output, details = attend(run, query, key, value)
+        except NonFiniteError:
+            if run.ulysses is None:
+                raise
+            # The other ranks' heads may be finite: they wait for this output, and see in it what happened.
+            return torch.full_like(query, torch.nan)
         run.densities[run.step][self.block] = details.density
-        output = output.transpose(1, 2).flatten(2, 3)
-        return attn.to_out[1](attn.to_out[0](output))
+        return output
 
 
 def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRun) -> None:
     """Give every transformer block the attention that the request asks for.
 
-    Dense blocks keep diffusers' own processor, so a dense run is the stock model.
+    On one rank, dense blocks keep diffusers' own processor, so a dense run is the stock model.
     """
     for index, block in enumerate(transformer.transformer_blocks):
         sparse = run.settings.backend != "dense" and not run.settings.is_dense_block(index)
-        block.attn.set_processor(SparseProcessor(index, run) if sparse else MiniMaxH3AttnProcessor())
+        ours = sparse or run.ulysses is not None
+        block.attn.set_processor(BlockAttention(index, run, sparse=sparse) if ours else MiniMaxH3AttnProcessor())
 
 
 def solve_density(run: AttentionRun) -> None:
     """Set epsilon to the threshold that keeps the preset's `density` of the pairs the calibration call saw."""
     assert run.histogram is not None
     assert run.settings.density is not None
+    if run.ulysses is not None:
+        run.ulysses.sum(run.histogram)
     epsilon = solve_epsilon(run.histogram, run.settings.density)
     run.config = dataclasses.replace(run.config, epsilon=epsilon, top_k=None)
     run.histogram = None

@@ -27,20 +27,23 @@ from solgen.engine.schedule import sigma_schedules
 from solgen.errors import InputError
 from solgen.kernels.sol_attn2.config import BLOCK
 from solgen.kernels.sol_attn2.validation import MAX_GPU_BLOCKS
-from solgen.parallel.world import World
+from solgen.parallel.mesh import check_split
 from solgen.presets.schema import FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, Canvas
 
 MAX_ROWS = MAX_GPU_BLOCKS * BLOCK
 """Longest packed sequence."""
 
 
-def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
-    """Refuse what cannot work before anything heavy loads: sizes, noise levels, media, GPU, files, prompts.
+def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Repository]:
+    """Refuse what cannot work before anything heavy loads: sizes, noise levels, media, GPU, files, heads, prompts.
+
+    Args:
+        jobs: Resolved requests of one command.
+        num_ranks: Processes that will share them.
 
     Raises:
         SolgenError: one line.
     """
-    World.from_environment().require_one()
     for job in jobs:
         check_canvas(job.request.preset.canvas)
         sigma_schedules(job.request.preset.sampler)
@@ -56,6 +59,7 @@ def check(jobs: Sequence[Job]) -> tuple[torch.device, Repository]:
     device = pick_device(first.preset_name)
     check_ffmpeg()
     repository = open_repository(first.preset.model, first.task)
+    check_split(num_ranks, dp_size=first.preset.parallel.dp, num_heads=repository.num_heads(first.task))
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
     check_prompts(jobs, repository)

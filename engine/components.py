@@ -81,6 +81,12 @@ def num_blocks(folder: Path) -> int:
     return read_object(folder / "config.json").get("num_layers", released)
 
 
+def num_heads(folder: Path) -> int:
+    """Attention heads by a transformer's config, as `num_blocks`."""
+    released = inspect.signature(MiniMaxH3Transformer3DModel).parameters["num_attention_heads"].default
+    return read_object(folder / "config.json").get("num_attention_heads", released)
+
+
 def prompt_limit(folder: Path) -> int:
     """Tokens that a conditioner reads at most."""
     from transformers import Qwen3VLConfig

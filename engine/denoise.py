@@ -63,7 +63,7 @@ def denoise(
                 finite = False
             if not finite:
                 block_state.latents, block_state.audio_latents = before
-                block = _first_bad_block(pipeline, loop, block_state, transformer, index)
+                block = _first_bad_block(pipeline, loop, block_state, transformer, run, index)
                 where = "" if block is None else f" (block {block})"
                 raise NonFiniteLatentsError(
                     f"non-finite values at step {index + 1} of {len(timesteps)}{where}; no video was written. "
@@ -91,6 +91,7 @@ def _first_bad_block(
     loop: LoopSequentialPipelineBlocks,
     block_state: BlockState,
     transformer: MiniMaxH3Transformer3DModel,
+    run: AttentionRun,
     index: int,
 ) -> int | None:
     """Repeat a failed call with a check behind every block; None if the transformer is not to blame."""
@@ -111,7 +112,11 @@ def _first_bad_block(
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    none = len(transformer.transformer_blocks)
+    first = torch.tensor(found[0] if found else none, device=run.video_rows.device)
+    if run.ulysses is not None:
+        run.ulysses.min(first)  # every rank saw its own rows
+    return int(first) if first < none else None
 
 
 def _finite(*tensors: torch.Tensor) -> bool:

@@ -1,8 +1,10 @@
 """The life of a request: check, load, encode, denoise, decode, write. One function serves every command."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +26,17 @@ from solgen.engine.pipeline import H3Pipeline, generator, transformer_name
 from solgen.engine.repository import Repository
 from solgen.engine.request import Request
 from solgen.engine.schedule import sigma_schedules
+from solgen.engine.sharding import sharded
 from solgen.engine.sidecar import finished_record, finite, latents_digest, request_record
-from solgen.engine.stages import Listener, Stages
+from solgen.engine.stages import Listener, Silent, Stages
 from solgen.errors import SolgenError
+from solgen.kernels.sol_attn2.config import BLOCK
+from solgen.parallel.agree import gather, share, together
+from solgen.parallel.launch import unwinding
+from solgen.parallel.mesh import Mesh
+from solgen.parallel.ulysses import Span, Ulysses
+from solgen.parallel.world import World
+from solgen.presets.schema import Task
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
 """Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
@@ -57,48 +67,93 @@ def generate(
     overwrite: bool = False,
     resume: bool = False,
     on_step: StepHook | None = None,
+    world: World | None = None,
 ) -> list[dict[str, Any]]:
     """Make every clip of a command with one load of the model.
 
     Args:
-        jobs: Resolved requests; all use one model, and one task's components.
-        listener: Shows progress.
+        jobs: Resolved requests, the same on every rank; all use one model, and one task's components.
+        listener: Shows progress, on rank 0 alone.
         overwrite: Whether existing files may be replaced.
         resume: Skip clips whose file and record are already there.
         on_step: Called after every denoiser call, see `solgen.engine.denoise.StepHook`.
+        world: The processes that share the work, joined; None for this one alone.
 
     Returns:
-        The record of every clip in the jobs' order, as its sidecar holds it.
+        The record of every clip in the jobs' order, as its sidecar holds it; on rank 0, other ranks return nothing.
 
     Raises:
         SolgenError: one line; nothing is written for a clip that failed, except kept latents.
     """
-    finished = {job.output: kept for job in jobs if resume and (kept := finished_record(job, overwrite=overwrite))}
+    world = world or World()
+    listener = listener if world.rank == 0 else Silent()
+    # One rank looks: another may already be writing the first clip.
+    finished = share(world, lambda: finished_records(jobs, overwrite=overwrite)) if resume else {}
     waiting = [job for job in jobs if job.output not in finished]
     for output in finished:
         listener.note(f"{output} is finished; skipped")
-    if not waiting:
-        return list(finished.values())
-    device, repository = check(waiting)
-    for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
-        listener.note(note)
+    if waiting:
+        with together(world):
+            device, repository = check(waiting, world.size)
+        mesh = Mesh.over(world, dp_size=waiting[0].request.preset.parallel.dp, device_type=device.type)
+        for note in dict.fromkeys(note for job in waiting for note in job.request.notes):
+            listener.note(note)
+        if mesh.dp_size > len(waiting):
+            listener.note(f"parallel.dp is {mesh.dp_size} for {len(waiting)} clips: the groups without one are idle")
+        mine = waiting[mesh.dp_rank :: mesh.dp_size]
+        made = make(mine, repository, device, mesh, listener, overwrite=overwrite, on_step=on_step) if mine else {}
+        for records in gather(world, made):
+            finished |= records
+    return [finished[job.output] for job in jobs] if world.rank == 0 else []
+
+
+def finished_records(jobs: Sequence[Job], *, overwrite: bool) -> dict[Path, dict[str, Any]]:
+    """Records of the clips that `--resume` skips, by output."""
+    found = {job.output: finished_record(job, overwrite=overwrite) for job in jobs}
+    return {output: kept for output, kept in found.items() if kept is not None}
+
+
+def make(
+    jobs: Sequence[Job],
+    repository: Repository,
+    device: torch.device,
+    mesh: Mesh,
+    listener: Listener,
+    *,
+    overwrite: bool,
+    on_step: StepHook | None,
+) -> dict[Path, dict[str, Any]]:
+    """Load once and make the clips of one group of ranks, whose leader writes them and returns their records."""
     stages = Stages(device, listener)
-    first = waiting[0].request
-    with stages.stage("load"):
-        pipeline = load_pipeline(repository, first.task, device=device, dtype=model_dtype(device))
-    for note in repository.overlay.notes if repository.overlay else ():
-        listener.note(note)
-    clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in waiting]
+    pipeline = load(repository, jobs[0].request.task, device, mesh, stages)
+    clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in jobs]
     for clip in clips:
-        encode(pipeline, clip)
-    # On a GPU the conditioner's memory is needed by the activations of the denoiser.
-    pipeline.unload_components("text_encoder")
+        if mesh.leads:
+            encode(pipeline, clip)
+        clip.state = mesh.share(clip.state)
+    if mesh.leads:
+        # On a GPU the conditioner's memory is needed by the activations of the denoiser.
+        pipeline.unload_components("text_encoder")
+    written = {}
     for clip in clips:
-        sample(pipeline, clip, on_step or (lambda *_: None))
-        clip.record = record(clip, repository, device, stages.seconds)
-        finished[clip.job.output] = write(pipeline, clip, overwrite=overwrite)
+        sample(pipeline, clip, on_step or (lambda *_: None), mesh)
+        if mesh.leads:
+            with unwinding():
+                clip.record = record(clip, repository, device, mesh, stages.seconds)
+                written[clip.job.output] = write(pipeline, clip, overwrite=overwrite)
         clip.state, clip.latents = PipelineState(), None
-    return [finished[job.output] for job in jobs]
+    return written
+
+
+def load(repository: Repository, task: Task, device: torch.device, mesh: Mesh, stages: Stages) -> H3Pipeline:
+    """Read what this rank needs: only the leader of a group encodes and decodes."""
+    with stages.stage("load"):
+        pipeline = load_pipeline(
+            repository, task, device=device, dtype=model_dtype(device), denoiser_only=not mesh.leads
+        )
+    for note in repository.overlay.notes if repository.overlay else ():
+        stages.listener.note(note)
+    return pipeline
 
 
 def encode(pipeline: H3Pipeline, clip: Clip) -> None:
@@ -133,8 +188,16 @@ def encode(pipeline: H3Pipeline, clip: Clip) -> None:
                 block(pipeline, state)
 
 
-def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook) -> None:
-    """Lay out the sequence, draw the noise and denoise it; leaves `clip.latents`."""
+def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span: Span = nullcontext) -> None:
+    """Lay out the sequence, draw the noise and denoise it; leaves `clip.latents`, the same on every rank.
+
+    Args:
+        pipeline: Loaded components.
+        clip: Encoded.
+        on_step: Called after every denoiser call.
+        mesh: Ranks that share the sequence.
+        span: Surrounds every exchange between them.
+    """
     state, preset = clip.state, clip.request.preset
     video_sigmas, audio_sigmas = sigma_schedules(preset.sampler)
     state.set("video_sigmas", video_sigmas)
@@ -148,9 +211,11 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook) -> None:
             with torch.no_grad():
                 block(pipeline, state)
             continue
-        clip.run = AttentionRun.start(preset.attention, state.get("token_order").video_rows)
+        video_rows = state.get("token_order").video_rows
+        ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
+        clip.run = AttentionRun.start(preset.attention, video_rows, ulysses)
         install_attention(transformer, clip.run)
-        with clip.stages.stage("denoise", total=preset.sampler.steps) as advance:
+        with sharded(transformer, ulysses), clip.stages.stage("denoise", total=preset.sampler.steps) as advance:
 
             def step(index: int, video: torch.Tensor, audio: torch.Tensor, advance=advance) -> None:
                 on_step(index, video, audio)
@@ -178,7 +243,9 @@ def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> dict[str, Any
         raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {clip.job.output}") from error
 
 
-def record(clip: Clip, repository: Repository, device: torch.device, load_seconds: dict[str, float]) -> dict[str, Any]:
+def record(
+    clip: Clip, repository: Repository, device: torch.device, mesh: Mesh, load_seconds: dict[str, float]
+) -> dict[str, Any]:
     """What is known of a clip once it is denoised; `write_clip` adds its file and the times of decoding.
 
     Only `timings` differs between two runs on one machine.
@@ -190,6 +257,7 @@ def record(clip: Clip, repository: Repository, device: torch.device, load_second
         "latents_sha256": latents_digest(clip.latents),
         "model": {"source": repository.source, "headers_sha256": repository.digests},
         "adapters": repository.overlay.record() if repository.overlay else None,
+        "ranks": {"dp": mesh.dp_size, "sp": mesh.sp_size},
         "device": device_name(device),
         "versions": versions(),
         "timings": rounded({**load_seconds, **clip.stages.seconds}),

@@ -15,7 +15,9 @@ from solgen.errors import InputError, SetupError, SolgenError
 from solgen.presets.schema import Task
 
 
-def load_pipeline(repository: Repository, task: Task, *, device: torch.device, dtype: torch.dtype) -> H3Pipeline:
+def load_pipeline(
+    repository: Repository, task: Task, *, device: torch.device, dtype: torch.dtype, denoiser_only: bool = False
+) -> H3Pipeline:
     """Read every component of the task. FP32 islands follow each component's `_keep_in_fp32_modules`.
 
     Args:
@@ -23,6 +25,7 @@ def load_pipeline(repository: Repository, task: Task, *, device: torch.device, d
         task: Decides the components.
         device: Where they end up.
         dtype: Type of everything outside the islands.
+        denoiser_only: Leave out the conditioner and the VAEs, which one rank of several uses for all.
 
     Raises:
         SetupError: naming the component that cannot be loaded.
@@ -31,6 +34,8 @@ def load_pipeline(repository: Repository, task: Task, *, device: torch.device, d
         pipeline = empty_pipeline(task, repository.path)
     loaded: dict[str, Any] = {}
     for name, folder in repository.folders.items():
+        if denoiser_only and name in WEIGHTED and name != transformer_name(task):
+            continue
         with _named(name, folder):
             if name == "processor":
                 loaded[name] = H3Processor.from_folders(folder, repository.folders["tokenizer"])

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ from torch import nn
 from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import decode_audio, decode_video
-from solgen.engine.generate import Clip, encode, sample
-from solgen.engine.loader import load_pipeline
-from solgen.engine.machine import device_name, model_dtype
+from solgen.engine.generate import Clip, encode, load, sample
+from solgen.engine.machine import device_name
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.request import Request
-from solgen.engine.stages import Listener, Stages
+from solgen.engine.stages import Listener, Silent, Stages
+from solgen.errors import InputError
+from solgen.parallel.agree import gather, together
+from solgen.parallel.mesh import Mesh
+from solgen.parallel.world import World
 
 EDGES = (
     "rope proj_in audio_proj_in context_embedder time_proj time_embedder token_refiner norm_out proj_out audio_proj_out"
@@ -53,6 +57,13 @@ class ModuleClock:
             self._watch("qk norms", block.attn.norm_q, block.attn.norm_k)
             self._watch("ffn", block.ff)
             self._watch("adaln", block.adaln_proj)
+
+    @contextmanager
+    def span(self, group: str) -> Iterator[None]:
+        """Time the body under a group of its own."""
+        start = self._now()
+        yield
+        self._spans[-1].append((group, start, self._now()))
 
     def close(self) -> None:
         """Remove every hook."""
@@ -104,57 +115,71 @@ def module_clock(transformer: MiniMaxH3Transformer3DModel, device: torch.device)
         clock.close()
 
 
-def profile(request: Request, listener: Listener) -> dict[str, Any]:
+def profile(request: Request, listener: Listener, *, world: World | None = None) -> dict[str, Any]:
     """Run a request, decode it, write nothing.
 
     Args:
-        request: As for `generate`.
-        listener: Shows progress.
+        request: As for `generate`, the same on every rank.
+        listener: Shows progress, on rank 0 alone.
+        world: The processes that share the clip, joined; None for this one alone.
 
     Returns:
         JSON-ready report: `facts`, `stages` in seconds, `call_ms` and `modules` of one denoiser call. With more
-        than one call the first is left out as warm-up and the median of the others is reported.
+        than one call the first is left out as warm-up and the median of the others is reported. Times are rank
+        0's; `facts` says by how much the busiest rank computes longer than the mean.
 
     Raises:
         SolgenError: one line, as for `generate`.
     """
-    job = Job(request, output=None)  # type: ignore[arg-type]
-    device, repository = check([job])
-    stages = Stages(device, listener)
-    with stages.stage("load"):
-        pipeline = load_pipeline(repository, request.task, device=device, dtype=model_dtype(device))
-    for note in repository.overlay.notes if repository.overlay else ():
-        listener.note(note)
+    world = world or World()
+    if request.preset.parallel.dp > 1:
+        raise InputError(f"parallel.dp={request.preset.parallel.dp}, but a profile is of one clip; leave it out")
+    job = Job(request, output=Path())
+    with together(world):
+        device, repository = check([job], world.size)
+    mesh = Mesh.over(world, dp_size=1, device_type=device.type)
+    stages = Stages(device, listener if mesh.leads else Silent())
+    pipeline = load(repository, request.task, device, mesh, stages)
     clip = Clip(job, PipelineState(), stages)
-    encode(pipeline, clip)
-    pipeline.unload_components("text_encoder")
+    if mesh.leads:
+        encode(pipeline, clip)
+        pipeline.unload_components("text_encoder")
+    clip.state = mesh.share(clip.state)
     with module_clock(getattr(pipeline, transformer_name(request.task)), device) as clock:
-        sample(pipeline, clip, lambda *_: None)
+        sample(pipeline, clip, lambda *_: None, mesh, clock.span)
         calls = clock.calls()
     assert clip.latents is not None
-    with stages.stage("decode audio"):
-        decode_audio(pipeline, clip.latents.audio)
-    with stages.stage("decode video"):
-        decode_video(pipeline, clip.latents.video)
+    if mesh.leads:
+        with stages.stage("decode audio"):
+            decode_audio(pipeline, clip.latents.audio)
+        with stages.stage("decode video"):
+            decode_video(pipeline, clip.latents.video)
     measured = calls[-len(clip.facts["sampler"]["video_sigmas"]) + 1 :]
     warm = measured[1:] or measured
     modules = call_breakdown(warm, blocks=len(getattr(pipeline, transformer_name(request.task)).transformer_blocks))
     sequence = clip.facts["sequence"]
+    busy = gather(world, statistics.median(call["call"] - communication(call) for call in warm))
     return {
         "facts": {
             "preset": request.preset_name,
             "device": device_name(device),
-            "world size": 1,
+            "world size": world.size,
             "rows": sequence["rows"],
             "attention": clip.facts["attention"]["backend"],
             "density": _mean_density(clip.facts["attention"]["density"]),
             "calls measured": len(warm),
             "warm-up calls left out": len(measured) - len(warm),
+            **({"imbalance": round(max(busy) / statistics.fmean(busy) - 1, 4)} if len(busy) > 1 else {}),
         },
         "call_ms": statistics.median(call["call"] for call in warm),
         "modules": modules,
         "stages": dict(stages.seconds),
     }
+
+
+def communication(call: dict[str, float]) -> float:
+    """Milliseconds of a call in which this rank did nothing but exchange with the others, or wait for them."""
+    return call.get("heads", 0.0) + call.get("rows", 0.0)
 
 
 def call_breakdown(calls: list[dict[str, float]], *, blocks: int) -> list[dict[str, Any]]:
@@ -171,8 +196,11 @@ def call_breakdown(calls: list[dict[str, float]], *, blocks: int) -> list[dict[s
     def median(*parts: tuple[int, str]) -> float:
         return statistics.median(sum(sign * call.get(group, 0.0) for sign, group in parts) for call in calls)
 
+    attention = median((1, "attention module"), (-1, "projections"), (-1, "qk norms"), (-1, "heads"))
+    exchanges = [("communication", median((1, "heads"), (1, "rows")), 2 * blocks + 2)]
     rows = [
-        ("attention, rotary", median((1, "attention module"), (-1, "projections"), (-1, "qk norms")), blocks),
+        ("attention, rotary", attention, blocks),
+        *(exchanges if any(map(communication, calls)) else ()),
         ("QKV and out projections", median((1, "projections")), blocks),
         ("FFN", median((1, "ffn")), blocks),
         ("norms", median((1, "norms")), blocks),
@@ -191,7 +219,7 @@ def call_breakdown(calls: list[dict[str, float]], *, blocks: int) -> list[dict[s
             blocks,
         ),
         ("embeddings, refiner, heads", median((1, "edges")), 1),
-        ("unattributed", median((1, "call"), (-1, "block"), (-1, "edges")), 1),
+        ("unattributed", median((1, "call"), (-1, "block"), (-1, "edges"), (-1, "rows")), 1),
     ]
     return [{"name": name, "ms": ms, "calls": count} for name, ms, count in rows]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from solgen.engine.adapters.overlay import Overlay
-from solgen.engine.components import CLASSES, WEIGHTED, check_component, num_blocks, prompt_limit
+from solgen.engine.components import CLASSES, WEIGHTED, check_component, num_blocks, num_heads, prompt_limit
 from solgen.engine.json_file import read_object
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.shards import headers_digest, read_headers
@@ -39,6 +39,10 @@ class Repository:
     def num_blocks(self, task: Task) -> int:
         """Transformer blocks of the task's model."""
         return num_blocks(self.folders[transformer_name(task)])
+
+    def num_heads(self, task: Task) -> int:
+        """Attention heads of the task's model."""
+        return num_heads(self.folders[transformer_name(task)])
 
     def prompt_limit(self) -> int:
         """Tokens the conditioner reads at most."""

@@ -19,6 +19,7 @@ from solgen.errors import InputError
 def request_record(request: Request) -> dict[str, Any]:
     """Every resolved value of a request, JSON-ready; equal for requests that ask for the same clip.
 
+    The `parallel` table is left out: it decides who computes a clip, not which.
     Media files and local adapters are recorded by path and SHA-256.
     """
     return {
@@ -30,7 +31,7 @@ def request_record(request: Request) -> dict[str, Any]:
         "last_image": _media(request.last_image),
         "references": [{"kind": ref.kind, **(_media(ref.path) or {})} for ref in request.references],
         "loras": [{"source": lora.name, "strength": lora.strength, **_digest(lora.path)} for lora in request.loras],
-        "settings": request.preset.model_dump(mode="json"),
+        "settings": request.preset.model_dump(mode="json", exclude={"parallel"}),
     }
 
 

@@ -11,7 +11,7 @@ from solgen.engine.machine import synchronize
 
 
 class Listener(Protocol):
-    """Shows progress. Every method may be called from rank 0 only."""
+    """Shows progress, on rank 0."""
 
     def start(self, stage: str, total: int | None) -> None:
         """A stage begins; `total` parts are expected, or it is not divided."""
@@ -24,6 +24,22 @@ class Listener(Protocol):
 
     def note(self, text: str) -> None:
         """A line the user should read."""
+
+
+class Silent:
+    """A listener that shows nothing: that of every rank but 0."""
+
+    def start(self, stage: str, total: int | None) -> None:
+        """Nothing."""
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def finish(self, stage: str, seconds: float) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
 
 
 class Stages:

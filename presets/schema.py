@@ -220,6 +220,16 @@ class Attention(Table):
         return False
 
 
+class Parallel(Table):
+    """How the ranks of a run share its clips; no number of ranks changes what is asked for.
+
+    Attributes:
+        dp: Groups of ranks that take different prompts of a batch; the ranks of a group share each clip.
+    """
+
+    dp: int = Field(1, ge=1)
+
+
 class Output(Table):
     """What is written.
 
@@ -241,6 +251,7 @@ class Preset(Table):
     lora: Lora = Lora()
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
+    parallel: Parallel = Parallel()
     output: Output = Output()
 
 

@@ -22,6 +22,7 @@ FOREIGN_OPTIONS = {
     "--lora-scale": "--lora PATH:STRENGTH",
     "--lora-strength": "--lora PATH:STRENGTH",
     "--model-path": "--model",
+    "--num-gpus": "--gpus",
     "--num-inference-steps": "--steps",
     "--num-outputs-per-prompt": "--num-outputs",
     "--output-dir": "--output",
@@ -48,10 +49,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _stop_cleanly()
         from solgen.cli import app
-        from solgen.errors import SolgenError
+        from solgen.errors import SolgenError, describe
 
         if not debug:
-            _quiet_libraries()
+            quiet_libraries()
         code = app(args=arguments, prog_name="solgen", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -61,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
     except Exception as error:
         if isinstance(error, SolgenError) and not debug:
-            _fail(str(error), error.exit_code)
+            _fail(*describe(error))
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it would fail again at exit
             _fail(f"{error.strerror}{f': {error.filename}' if error.filename else ''}; free some space", 1)
@@ -72,8 +73,7 @@ def main(argv: list[str] | None = None) -> None:
             _fail(_usage(error), 2)
         if debug:
             raise
-        first = (str(error).splitlines() or [""])[0]
-        _fail(f"{type(error).__name__}: {first} (a bug in solgen or its environment; --debug shows where)", 1)
+        _fail(*describe(error))
     if code == 128 + signal.SIGINT:  # typer turns the interrupt into an exit code
         _fail("interrupted", code)
     sys.exit(code if isinstance(code, int) else 0)
@@ -91,7 +91,7 @@ def _stop_cleanly() -> None:
                 signal.signal(getattr(signal, name), stop)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Keep library chatter off the terminal, unless the user has asked for it in the environment."""
     for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
         os.environ.setdefault(name, "critical")  # diffusers logs the tracebacks that it then raises

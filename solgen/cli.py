@@ -3,8 +3,9 @@
 import json
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -65,6 +66,7 @@ def generate(
     tail: options.Tail = None,
     lora: options.Lora = None,
     lora_mode: options.LoraMode = None,
+    gpus: options.Gpus = None,
     config: options.Config = None,
     set_keys: options.Set = None,
     overwrite: options.Overwrite = False,
@@ -76,7 +78,8 @@ def generate(
     given = dict(locals())
     from solgen.engine.batch import plan_jobs
 
-    jobs = plan_jobs(
+    plan = partial(
+        plan_jobs,
         options.request_options(given),
         prompt_file=prompt_file,
         num_outputs=num_outputs,
@@ -84,16 +87,20 @@ def generate(
         overwrite=overwrite,
         resume=resume,
     )
-    from solgen.console import Console
-    from solgen.engine.generate import generate as run
+    from solgen.ranks import run
 
-    with Console() as console:
-        records = run(jobs, console, overwrite=overwrite, resume=resume)
-    if as_json:
+    jobs, records = run(_generate, plan, gpus=gpus, debug=debug, overwrite=overwrite, resume=resume)
+    if as_json and jobs:
         print(json.dumps(records if len(jobs) > 1 else records[0]))
     else:
         for job in jobs:
             print(job.output)
+
+
+def _generate(jobs: Any, listener: Any, **options: Any) -> Any:
+    from solgen.engine.generate import generate
+
+    return generate(jobs, listener, **options)
 
 
 @app.command()
@@ -117,6 +124,7 @@ def profile(
     tail: options.Tail = None,
     lora: options.Lora = None,
     lora_mode: options.LoraMode = None,
+    gpus: options.Gpus = None,
     config: options.Config = None,
     set_keys: options.Set = None,
     as_json: options.Json = False,
@@ -124,18 +132,26 @@ def profile(
 ) -> None:
     """Run a request without writing it and show where its time goes."""
     given = dict(locals())
+    from solgen.engine.batch import Job
     from solgen.engine.request import resolve
+    from solgen.ranks import run
 
-    request = resolve(options.request_options(given), seed=0)
-    from solgen.console import Console, profile_table
-    from solgen.engine.profile import profile as run
+    def plan() -> list[Job]:
+        return [Job(resolve(options.request_options(given), seed=0), Path())]
 
-    with Console() as console:
-        report = run(request, console)
-    if as_json:
+    jobs, report = run(_profile, plan, gpus=gpus, debug=debug)
+    if as_json and jobs:
         print(json.dumps(report))
-    else:
+    elif jobs:
+        from solgen.console import profile_table
+
         profile_table(report)
+
+
+def _profile(jobs: Any, listener: Any, **options: Any) -> Any:
+    from solgen.engine.profile import profile
+
+    return profile(jobs[0].request, listener, **options)
 
 
 @app.command()

@@ -19,3 +19,15 @@ class InputError(SolgenError):
 
 class SetupError(SolgenError):
     """The machine cannot serve a sound request: a missing program, a full disk, an unusable cache."""
+
+
+def describe(error: BaseException) -> tuple[str, int]:
+    """One line and an exit code for any failure: 1 the environment or a bug, 2 the user's input, 130 interrupted."""
+    if isinstance(error, SolgenError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, SystemExit):
+        return "ended", error.code if isinstance(error.code, int) else 1
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first} (a bug in solgen or its environment; --debug shows where)", 1

@@ -47,6 +47,9 @@ Set = Annotated[
     list[str] | None,
     Option("--set", help="Any preset key, as attention.dense_blocks=0-2; repeatable.", metavar="KEY=VALUE"),
 ]
+Gpus = Annotated[
+    int | None, Option(help="Processes that share every clip, one a GPU.", show_default="1, or torchrun's", metavar="N")
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing files.")]
 Resume = Annotated[bool, Option("--resume", help="Skip clips that are already finished.")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]

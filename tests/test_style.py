@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = {
-    "solgen": {"solgen", "engine", "presets"},
+    "solgen": {"solgen", "engine", "parallel", "presets"},
     "engine": {"engine", "kernels", "parallel", "presets"},
     "kernels": {"kernels"},
     "parallel": {"parallel"},

@@ -1,0 +1,117 @@
+"""Ulysses sequence parallelism: rows are dealt out everywhere but in attention, where heads are.
+
+One all-to-all turns this rank's rows of all heads into all rows of its heads, one turns them back (DeepSpeed
+Ulysses, arXiv 2309.14509). Rows are dealt out unevenly and never padded.
+
+Legend: P ranks, N rows of the sequence, n rows of this rank, H heads, D channels of a head.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+import torch.distributed as dist
+
+from solgen.parallel.agree import collective
+from solgen.parallel.mesh import Mesh
+
+Span = Callable[[str], AbstractContextManager[object]]
+"""Surrounds an all-to-all, to measure it: "heads" of those around attention, "rows" of those that gather."""
+
+
+def split_rows(num_rows: int, num_ranks: int, *, block: int) -> tuple[int, ...]:
+    """Rows of every rank: whole blocks, as evenly as they go, the earlier ranks first; the last block is ragged.
+
+    Args:
+        num_rows: Rows N of the sequence.
+        num_ranks: P; ranks beyond the number of blocks get no rows.
+        block: Rows that stay on one rank, so that no scale and no mean is taken over the rows of two.
+    """
+    share, extra = divmod(-(-num_rows // block), num_ranks)
+    blocks = accumulate(share + (rank < extra) for rank in range(num_ranks))
+    borders = [0, *(min(num_rows, block * end) for end in blocks)]
+    return tuple(end - begin for begin, end in pairwise(borders))
+
+
+@dataclass(frozen=True)
+class Ulysses:
+    """The exchanges of one sequence.
+
+    Attributes:
+        group: Process group of the P ranks.
+        rank: This rank's number in it.
+        rows: Rows of every rank; they add up to N.
+        span: Surrounds every all-to-all.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    rows: tuple[int, ...]
+    span: Span = nullcontext
+
+    @classmethod
+    def over(cls, mesh: Mesh, num_rows: int, *, block: int, span: Span = nullcontext) -> "Ulysses | None":
+        """The exchanges of `num_rows` rows over the mesh's "sp" axis, None when that is one rank."""
+        if mesh.sp_group is None or mesh.sp_size == 1:
+            return None
+        return cls(mesh.sp_group, mesh.sp_rank, split_rows(num_rows, mesh.sp_size, block=block), span)
+
+    def local(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's rows of a tensor with N of them along `dim`; a view."""
+        return tensor.narrow(dim, sum(self.rows[: self.rank]), self.rows[self.rank])
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Exchange this rank's rows of all heads for all rows of its heads, in one all-to-all.
+
+        Args:
+            tensors: Query, key and value, each [1, n, H, D], one dtype.
+
+        Returns:
+            The same, each [1, N, H / P, D]: views of the receive buffer, whose channels are contiguous.
+        """
+        ranks, rows = len(self.rows), self.rows[self.rank]
+        _, _, heads, channels = tensors[0].shape
+        packed = tensors[0].new_empty(ranks, rows, heads // ranks, len(tensors), channels)
+        for index, tensor in enumerate(tensors):
+            packed[..., index, :] = tensor[0].unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
+        received = packed.new_empty(1, sum(self.rows), *packed.shape[2:])
+        self._all_to_all("heads", received[0], packed.flatten(0, 1), sent=[rows] * ranks, received=list(self.rows))
+        return received.unbind(3)
+
+    def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Undo `to_heads`: all rows of this rank's heads, [1, N, H / P, D], become its rows of all, [1, n, H, D]."""
+        ranks, rows = len(self.rows), self.rows[self.rank]
+        received = tensor.new_empty(ranks, rows, *tensor.shape[2:])
+        source = tensor[0].contiguous()
+        self._all_to_all("heads", received.flatten(0, 1), source, sent=list(self.rows), received=[rows] * ranks)
+        return received.transpose(0, 1).flatten(1, 2)[None]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All rows, [1, N, C], from every rank's [1, n, C]."""
+        ranks, rows = len(self.rows), self.rows[self.rank]
+        received = tensor.new_empty(1, sum(self.rows), tensor.shape[2])
+        # An all-to-all of copies: gloo has no all-gather of uneven parts.
+        copies = tensor[0].repeat(ranks, 1)
+        self._all_to_all("rows", received[0], copies, sent=[rows] * ranks, received=list(self.rows))
+        return received
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
+        return self._reduce(tensor, dist.ReduceOp.SUM)
+
+    def min(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Smallest over the ranks, in place."""
+        return self._reduce(tensor, dist.ReduceOp.MIN)
+
+    def _reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        with collective():
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+    def _all_to_all(
+        self, name: str, output: torch.Tensor, source: torch.Tensor, *, sent: list[int], received: list[int]
+    ) -> None:
+        with self.span(name), collective():
+            dist.all_to_all_single(output, source, received, sent, group=self.group)

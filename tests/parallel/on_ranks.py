@@ -1,0 +1,188 @@
+"""What the tests let ranks do; imported by name in every rank."""
+
+import hashlib
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import MiniMaxH3Transformer3DModel
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+
+from solgen.engine.attention import AttentionRun, BlockAttention, install_attention
+from solgen.engine.batch import Job
+from solgen.engine.check import check
+from solgen.engine.generate import Clip, encode, generate, load, sample
+from solgen.engine.packing import TokenOrder, cube_token_order
+from solgen.engine.sharding import sharded
+from solgen.engine.stages import Silent, Stages
+from solgen.errors import SolgenError
+from solgen.kernels.sol_attn2 import sol_attn2
+from solgen.kernels.sol_attn2.density import log_shares
+from solgen.parallel.agree import gather, joined
+from solgen.parallel.mesh import Mesh
+from solgen.parallel.ulysses import Ulysses
+from solgen.parallel.world import World
+from solgen.presets.demo import demo_model_path
+from solgen.presets.schema import Attention
+
+GRID = (5, 8, 8)
+CASES = [
+    ("dense", 19),
+    ("dense", 20),
+    ("sol-attn2", 19),
+    ("sol-attn2", 20),
+    ("fp8", 20),
+    ("sol-attn1", 20),
+    ("block-sparse", 20),
+]
+"""Attention and rows of prompt: one token apart makes 500 and 501 rows, the last block ragged by 52 and by 53."""
+
+
+class Recorded(BlockAttention):
+    """Also keeps the route and the log shares of every call."""
+
+    def __init__(self, block: int, run: AttentionRun) -> None:
+        super().__init__(block, run, sparse=True)
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows, config = self.run.video_rows, self.run.config
+        _, details = sol_attn2(query, key, value, config=config, video_rows=rows, details=True)
+        self.seen.append((details.route, log_shares(query, key)))
+        return super()._attend(query, key, value)
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Everything that needs ranks but no files: exchanges, the transformer, the noise of a request."""
+    world = World.from_environment()
+    with joined(world):
+        mesh = Mesh.over(world, dp_size=1, device_type="cpu")
+        if mesh.sp_size > 1:
+            check_exchanges(mesh)
+        model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32)
+        model.eval()
+        return {
+            "outputs": {case: forward(model, mesh, *case) for case in CASES},
+            "routes": gather(world, record_routes(model, mesh)),
+            "request": gather(world, run_request(world, mesh, job)),
+        }
+
+
+def check_exchanges(mesh: Mesh) -> None:
+    """There and back, with every row and head at its place; ranks without rows take part."""
+    for rows in (1, 64, 100, 129, 512, 565):
+        for dtype in (torch.float32, torch.bfloat16):
+            ulysses = Ulysses.over(mesh, rows, block=64)
+            assert ulysses is not None
+            generator = torch.Generator().manual_seed(rows)
+            whole = [torch.randn(1, rows, 8, 16, generator=generator).to(dtype) for _ in range(3)]
+            mine = [ulysses.local(tensor, 1) for tensor in whole]
+            heads = slice(mesh.sp_rank * 8 // mesh.sp_size, (mesh.sp_rank + 1) * 8 // mesh.sp_size)
+            there = ulysses.to_heads(*mine)
+            for tensor, expected in zip(there, whole, strict=True):
+                assert torch.equal(tensor, expected[:, :, heads])
+                assert tensor.stride(-1) == 1
+            assert torch.equal(ulysses.to_rows(there[1]), mine[1])
+            assert torch.equal(ulysses.gather(mine[2].flatten(2)), whole[2].flatten(2))
+
+
+def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
+    """The transformer's inputs for a small clip with `text` rows of prompt."""
+    generator = torch.Generator().manual_seed(3)
+    rows = text + 161 + 320
+    texts, audio, video = torch.arange(rows).split([text, 161, 320])
+    order = cube_token_order(video, audio, texts, target_grid=GRID)
+    tags = torch.cat([torch.ones(text), torch.full((161,), 2), torch.zeros(320)]).long()
+    inputs = {
+        "hidden_states": torch.randn(1, 320, 96, generator=generator),
+        "audio_hidden_states": torch.randn(1, 161, 32, generator=generator),
+        "encoder_hidden_states": torch.randn(1, text, 32, generator=generator),
+        "timestep": torch.tensor([0.1, 0.4]),
+        "timestep_indices": (tags == 2).long()[order.order],
+        "token_tags": tags[order.order],
+        "position_ids": (torch.rand(rows, 3, dtype=torch.float64, generator=generator) * 32)[order.order],
+        "video_indices": order.position[video],
+        "audio_indices": order.position[audio],
+        "text_indices": order.position[texts],
+        "return_dict": False,
+    }
+    return inputs, order
+
+
+def start(model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, **attention: Any) -> AttentionRun:
+    """Install attention for one call."""
+    ulysses = Ulysses.over(mesh, order.order.numel(), block=64)
+    run = AttentionRun.start(Attention(dense_blocks="0,5", **attention), order.video_rows, ulysses)
+    run.begin_step(0)
+    install_attention(model, run)
+    return run
+
+
+@torch.no_grad()
+def forward(
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, text: int
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Video and audio rows of one call, and its densities."""
+    inputs, order = packed(text)
+    run = start(model, mesh, order, backend=backend)
+    with sharded(model, run.ulysses):
+        video, audio = model(**inputs)
+    return video, audio, run.density_table()[0]
+
+
+@torch.no_grad()
+def record_routes(model: MiniMaxH3Transformer3DModel, mesh: Mesh) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Route and log shares of this rank's heads in every sparse block."""
+    inputs, order = packed(20)
+    run = start(model, mesh, order, backend="sol-attn2")
+    processors = [Recorded(block, run) for block in range(1, 5)]
+    for processor in processors:
+        model.transformer_blocks[processor.block].attn.set_processor(processor)
+    with sharded(model, run.ulysses):
+        model(**inputs)
+    return [processor.seen[0] for processor in processors]
+
+
+def run_request(world: World, mesh: Mesh, job: Job) -> dict[str, Any]:
+    """A request as `generate` runs it: bytes of the noise, and the latents it ends with."""
+    device, repository = check([job], world.size)
+    stages = Stages(device, Silent())
+    clip = Clip(job, PipelineState(), stages)
+    pipeline = load(repository, job.request.task, device, mesh, stages)
+    if mesh.leads:
+        encode(pipeline, clip)
+    clip.state = mesh.share(clip.state)
+    noise: list[str] = []
+
+    def look(_module: Any, _args: Any, inputs: dict[str, Any]) -> None:
+        tensors = (inputs["hidden_states"], inputs["audio_hidden_states"])
+        noise.append(hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest())
+
+    pipeline.transformer.register_forward_pre_hook(look, with_kwargs=True)
+    sample(pipeline, clip, lambda *_: None, mesh)
+    assert clip.latents is not None
+    return {"noise": noise[0], "video": clip.latents.video, "audio": clip.latents.audio, "facts": clip.facts}
+
+
+def fail(kind: str, job: Job, broken: Path, pids: Path) -> Any:
+    """Run a request in which one rank fails in the way `kind` names."""
+    world = World.from_environment()
+    (pids / str(world.rank)).write_text(str(os.getpid()))
+    guilty = 0 if kind == "decode" else 1
+    if kind == "non-finite" or (kind in ("load", "decode") and world.rank == guilty):
+        model = job.request.preset.model.model_copy(update={"source": str(broken)})
+        preset = job.request.preset.model_copy(update={"model": model})
+        job = replace(job, request=replace(job.request, preset=preset))
+
+    def on_step(step: int, video: torch.Tensor, audio: torch.Tensor) -> None:
+        if world.rank == guilty and step == 2:
+            if kind == "step 2":
+                raise SolgenError("the second step went wrong")
+            if kind == "SIGKILL":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with joined(world):
+        return generate([job], Silent(), on_step=on_step, world=world)

@@ -1,0 +1,130 @@
+"""Whatever happens to a rank, the whole job ends soon, with one message, and leaves nothing behind."""
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from solgen.engine.batch import Job
+from solgen.engine.request import Options, resolve
+from solgen.parallel.launch import RankError, launch
+from solgen.presets.demo import demo_model_path
+from tests.engine.conftest import edit_json
+from tests.parallel.on_ranks import fail
+
+LIMIT = 30.0
+"""Seconds from a fault, or earlier, to the end of the job."""
+
+FAULTS = {
+    "load": (r"^rank 1: .*scheduler_config.json.*$", "scheduler/scheduler_config.json"),
+    "non-finite": (
+        r"^rank [01]: non-finite values at step 1 of 3 \(block 2\); no video was written",
+        "transformer/diffusion_pytorch_model.safetensors",
+    ),
+    "step 2": (r"^rank 1: the second step went wrong$", None),
+    "decode": (r"^rank 0: .*\nthe latents are kept: solgen decode .*clip.latents.safetensors", "vae/config.json"),
+    "SIGKILL": (r"^rank 1 was ended by SIGKILL; is there enough memory\?$", None),
+}
+"""Message of every fault, and the file of the model that is broken for the failing rank, or for both."""
+
+COMMAND = [sys.executable, "-m", "solgen", "generate", "--preset", "demo", "-p", "a red ball"]
+SMALL = ["--width", "64", "--height", "64", "--gpus", "2", "-o"]
+
+
+def break_model(folder: Path, name: str | None) -> Path:
+    """A copy of the demo model with one file that is only found broken when it is used."""
+    copy = Path(shutil.copytree(demo_model_path(), folder / "model"))
+    if name == "vae/config.json":
+        edit_json(copy / name, latents_mean=[0.0] * 23)
+    elif name == "transformer/diffusion_pytorch_model.safetensors":
+        tensors = load_file(copy / name)
+        tensors["transformer_blocks.2.ff.net.2.weight"][0, 0] = float("inf")
+        save_file(tensors, copy / name)
+    elif name is not None:
+        (copy / name).write_text("{")
+    return copy
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_failing_rank_ends_the_job(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "critical")  # as the command line does
+    message, broken = FAULTS[kind]
+    output, pids = tmp_path / "out" / "clip.mp4", tmp_path / "pids"
+    output.parent.mkdir()
+    pids.mkdir()
+    options = Options(prompt="a red ball", preset="demo", width=64, height=64, steps=3)
+    job = Job(resolve(options, seed=7), output)
+    model = break_model(tmp_path, broken)
+    with pytest.raises(RankError) as error:
+        launch(fail, kind, job, model, pids, num_ranks=2)
+    assert time.time() - max(path.stat().st_mtime for path in pids.iterdir()) < LIMIT
+    assert re.search(message, str(error.value))
+    assert error.value.exit_code == 1
+    assert not error.value.__context__ or error.value.__suppress_context__
+    # The caller prints the message; ranks and agent print nothing of their own.
+    assert "rror" not in "".join(capfd.readouterr())
+    kept = ["clip.latents.safetensors"] if kind == "decode" else []
+    assert [path.name for path in output.parent.iterdir()] == kept
+    assert multiprocessing.active_children() == []
+    assert len(list(pids.iterdir())) == 2
+    assert not any(Path("/proc", path.read_text()).exists() for path in pids.iterdir())
+
+
+def wait_for_group(group: int) -> None:
+    """Every process of the group is gone, at the latest a moment after its leader."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("processes are left behind")
+
+
+def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    command = [*COMMAND, "--steps", "1000", *SMALL, str(tmp_path / "clip.mp4")]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(3)]
+        assert lines[2].startswith("encode"), lines
+        begun = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # as the terminal does on Ctrl-C
+        out, err = process.communicate(timeout=LIMIT)
+    assert time.monotonic() - begun < LIMIT
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+    wait_for_group(process.pid)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_every_rank(tmp_path: Path) -> None:
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    script = f'mount -t tmpfs -o size=64k tmpfs {tmp_path} && "$@"; code=$?; ls -A {tmp_path}; exit $code'
+    if shutil.which("unshare") is None or subprocess.run([*mount, script, "sh", "true"], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a small file system")
+    command = [*COMMAND, "--steps", "1", "--seed", "1", *SMALL, str(tmp_path / "clip.mp4")]
+    with subprocess.Popen(
+        [*mount, script, "sh", *command], stdout=-1, stderr=-1, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("load")
+        begun = time.monotonic()
+        out, err = process.communicate(timeout=LIMIT)
+    assert time.monotonic() - begun < LIMIT
+    assert process.returncode == 1
+    assert out == ""  # no path of a clip, and `ls` finds no file
+    wait_for_group(process.pid)
+    *progress, last = [line for line in err.splitlines() if not line.startswith("the latents are kept")]
+    assert "error: rank 0: " in last
+    assert "No space left on device; free some space" in last
+    assert not any("rror" in line for line in progress)

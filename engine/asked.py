@@ -15,7 +15,7 @@ from solgen.errors import InputError
 from solgen.presets.complaint import describe
 from solgen.presets.schema import check_table, read_table, set_key
 
-COMMAND_ONLY = ("prompt_file", "num_outputs", "overwrite", "resume", "set", "config", "json", "debug")
+COMMAND_ONLY = ("prompt_file", "num_outputs", "gpus", "overwrite", "resume", "set", "config", "json", "debug")
 """Options that a config file cannot set."""
 
 

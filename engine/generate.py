@@ -28,7 +28,7 @@ from solgen.engine.request import Request
 from solgen.engine.schedule import sigma_schedules
 from solgen.engine.sharding import sharded
 from solgen.engine.sidecar import finished_record, finite, latents_digest, request_record
-from solgen.engine.stages import Listener, Silent, Stages
+from solgen.engine.stages import Listener, Stages
 from solgen.errors import SolgenError
 from solgen.kernels.sol_attn2.config import BLOCK
 from solgen.parallel.agree import gather, share, together
@@ -73,7 +73,7 @@ def generate(
 
     Args:
         jobs: Resolved requests, the same on every rank; all use one model, and one task's components.
-        listener: Shows progress, on rank 0 alone.
+        listener: Shows progress; a silent one on every rank but 0.
         overwrite: Whether existing files may be replaced.
         resume: Skip clips whose file and record are already there.
         on_step: Called after every denoiser call, see `solgen.engine.denoise.StepHook`.
@@ -86,7 +86,6 @@ def generate(
         SolgenError: one line; nothing is written for a clip that failed, except kept latents.
     """
     world = world or World()
-    listener = listener if world.rank == 0 else Silent()
     # One rank looks: another may already be writing the first clip.
     finished = share(world, lambda: finished_records(jobs, overwrite=overwrite)) if resume else {}
     waiting = [job for job in jobs if job.output not in finished]

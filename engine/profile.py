@@ -20,7 +20,7 @@ from solgen.engine.generate import Clip, encode, load, sample
 from solgen.engine.machine import device_name
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.request import Request
-from solgen.engine.stages import Listener, Silent, Stages
+from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError
 from solgen.parallel.agree import gather, together
 from solgen.parallel.mesh import Mesh
@@ -120,7 +120,7 @@ def profile(request: Request, listener: Listener, *, world: World | None = None)
 
     Args:
         request: As for `generate`, the same on every rank.
-        listener: Shows progress, on rank 0 alone.
+        listener: Shows progress; a silent one on every rank but 0.
         world: The processes that share the clip, joined; None for this one alone.
 
     Returns:
@@ -138,7 +138,7 @@ def profile(request: Request, listener: Listener, *, world: World | None = None)
     with together(world):
         device, repository = check([job], world.size)
     mesh = Mesh.over(world, dp_size=1, device_type=device.type)
-    stages = Stages(device, listener if mesh.leads else Silent())
+    stages = Stages(device, listener)
     pipeline = load(repository, request.task, device, mesh, stages)
     clip = Clip(job, PipelineState(), stages)
     if mesh.leads:

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,22 +166,29 @@ def run_request(world: World, mesh: Mesh, job: Job) -> dict[str, Any]:
     return {"noise": noise[0], "video": clip.latents.video, "audio": clip.latents.audio, "facts": clip.facts}
 
 
-def fail(kind: str, job: Job, broken: Path, pids: Path) -> Any:
-    """Run a request in which one rank fails in the way `kind` names."""
+class FailingAt(Silent):
+    """A listener that fails when a stage begins."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+    def start(self, stage: str, total: int | None) -> None:
+        if stage == self.stage:
+            raise SolgenError(f"{stage} went wrong")
+
+
+def fail(kind: str, job: Job, pids: Path) -> Any:
+    """Run a request in which rank 1, or rank 0 in a stage of its own, fails in the way `kind` names."""
     world = World.from_environment()
     (pids / str(world.rank)).write_text(str(os.getpid()))
-    guilty = 0 if kind == "decode" else 1
-    if kind == "non-finite" or (kind in ("load", "decode") and world.rank == guilty):
-        model = job.request.preset.model.model_copy(update={"source": str(broken)})
-        preset = job.request.preset.model_copy(update={"model": model})
-        job = replace(job, request=replace(job.request, preset=preset))
+    guilty = world.rank == (0 if kind == "decode video" else 1)
 
     def on_step(step: int, video: torch.Tensor, audio: torch.Tensor) -> None:
-        if world.rank == guilty and step == 2:
+        if guilty and step == 2:
             if kind == "step 2":
                 raise SolgenError("the second step went wrong")
             if kind == "SIGKILL":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with joined(world):
-        return generate([job], Silent(), on_step=on_step, world=world)
+        return generate([job], FailingAt(kind) if guilty else Silent(), on_step=on_step, world=world)

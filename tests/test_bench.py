@@ -15,6 +15,7 @@ from solgen.engine.bench.arms import ARMS, Arm
 from solgen.engine.bench.clock import alternate
 from solgen.engine.bench.oracle import Oracle
 from solgen.engine.bench.threshold import make_arms
+from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.density import log_shares
 from solgen.kernels.sol_attn2.details import pack_route
 
@@ -62,12 +63,33 @@ def test_error_report(tmp_path, capsys):
     assert {name for kind, name in table if kind == "offset"} == set("01234567")
     assert len([name for kind, name in table if kind == "smoothing"]) == 4
     assert table["operator", "dense"]["error"] < 3e-3
+    assert table["pivot", "shared"]["operator_error"] < table["pivot", "shared"]["error"]
     assert table["tail", "slots"]["error"] < table["tail", "none"]["error"]
     assert table["offset", "7"] | {"table": "", "name": ""} == table["smoothing", "K on, V on"] | {
         "table": "",
         "name": "",
     }
     assert "channel mean 10" in capsys.readouterr().out
+
+
+def test_a_shared_pivot_costs_the_kept_tokens_their_probabilities():
+    """63 blocks of score 0 outweigh one kept block of 1.2 nats: its tokens lie 4 octaves below the surrogates."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (0.1 * torch.randn(4096, 128, generator=generator) for _ in range(3))
+    query[:, 0] += 2 * 128**0.5
+    key[:64, 0] += 0.6
+    value[:64] += 10
+    oracle, block = Oracle(query, key, value), torch.tensor([5])
+    kept = torch.zeros(1, 64, dtype=torch.bool)
+    kept[0, 0] = True
+    config = SolAttn2Config(offset=0)
+    exact = oracle.expected(Arm("sol-attn2", config), block, kept, rounded=False)
+    own, shared = (
+        (oracle.expected(Arm(name, config), block, kept, rounded=True) - exact).norm() / exact.norm()
+        for name in ("sol-attn2", "shared-pivot")
+    )
+    assert own < 2**0.107 - 1 + 2**-4  # a code's half step, and E4M3
+    assert shared > 2 * own
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ from solgen.errors import SolgenError
 from solgen.kernels.sol_attn2 import SolAttn2Config
 from solgen.kernels.structured import Structure, structured_qkv
 
+SOL_ATTN2 = ("sol-attn2", "shared-pivot")
+"""Cases with Sol-Attn2's route and tail."""
+
 SAMPLED_BLOCKS = 6
 """Query blocks of every head that errors are measured on, from the first to the last."""
 
@@ -88,13 +91,16 @@ def _measure(inputs: Inputs, settings: ErrorSettings) -> dict[str, Any]:
     cases = others + [replace(sol_attn2, config=config) for _, _, config in chosen]
     on_kernels = inputs[0].is_cuda and settings.impl != "reference"
     outputs = [_of_kernel(arm, inputs, blocks) for arm in cases] if on_kernels else [None] * len(cases)
+    cases.append(replace(sol_attn2, name="shared-pivot"))  # no kernel has it
+    outputs.append(None)
     heads = [_head_errors(h, cases, outputs, inputs, blocks) for h in range(inputs[0].shape[1])]
     table = []
     labels = [("operator", arm.name) for arm in others] + [(kind, name) for kind, name, _ in chosen]
+    labels.append(("pivot", "shared"))
     for (kind, name), arm, errors in zip(labels, cases, zip(*heads, strict=True), strict=True):
         row = {"table": kind, "name": name, "density": sum(one.density for one in errors) / len(errors)}
         row["error"] = Squares.ratio([one.error for one in errors])
-        if arm.name == "sol-attn2":
+        if isinstance(arm.config, SolAttn2Config) and arm.name in SOL_ATTN2:
             row["operator_error"] = Squares.ratio([one.operator_error for one in errors])
         if kind in ("operator", "tail"):
             row["error_by_head"] = [Squares.ratio([one.error]) for one in errors]
@@ -159,7 +165,7 @@ def _head_errors(
         if not found.isfinite().all():
             raise SolgenError(f"{arm.name} with {arm.config} gives an output that is not finite")
         wanted = truth
-        if isinstance(arm.config, SolAttn2Config) and arm.name == "sol-attn2":
+        if isinstance(arm.config, SolAttn2Config) and arm.name in SOL_ATTN2:
             if arm.config.tail not in exact:
                 exact[arm.config.tail] = oracle.expected(arm, blocks, kept, rounded=False)
             wanted = exact[arm.config.tail]

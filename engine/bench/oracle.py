@@ -16,7 +16,7 @@ from solgen.kernels.sol_attn1.reference import Head
 from solgen.kernels.sol_attn2.config import BLOCK, SLOTS, SolAttn2Config
 from solgen.kernels.sol_attn2.reference.blocks import Blocks, make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.exact import ExactHead
-from solgen.kernels.sol_attn2.reference.fp8 import Fp8Head
+from solgen.kernels.sol_attn2.reference.fp8 import Fp8Head, SharedPivotHead
 from solgen.kernels.sol_attn2.reference.router import router_means
 from solgen.kernels.sol_attn2.reference.selection import Selection
 from solgen.kernels.sol_attn2.reference.tail import NUM_ANCHORS, SlotUnits, Surrogates, arrange_slots, compress
@@ -64,7 +64,9 @@ class Oracle:
         """Rows of query blocks with a given route, float64 [M, 128]; `rounded` as the kernels round, else exact."""
         if isinstance(arm.config, SolAttn2Config) and arm.name != "block-sparse":
             config = replace(arm.config, precision="fp8" if rounded else "exact")
-            parts = [self._sol_attn2(config, *pair) for pair in zip(blocks.split(1), kept.split(1), strict=True)]
+            fp8_head = SharedPivotHead if arm.name == "shared-pivot" else Fp8Head
+            pairs = zip(blocks.split(1), kept.split(1), strict=True)
+            parts = [self._sol_attn2(config, *pair, fp8_head) for pair in pairs]
         else:
             head, atoms = self._half_precision(rounded), arm.name == "sol-attn1"
             parts = [
@@ -74,22 +76,25 @@ class Oracle:
             parts = [part.to(self.rows[0].dtype) for part in parts] if rounded else parts
         return torch.cat(parts).flatten(0, 1)[: len(real_rows(blocks, self.num_rows))].double()
 
-    def _sol_attn2(self, config: SolAttn2Config, block: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def _sol_attn2(
+        self, config: SolAttn2Config, block: torch.Tensor, kept: torch.Tensor, fp8_head: type[Fp8Head]
+    ) -> torch.Tensor:
         """One query block [1, 64, 128] of Sol-Attn2 in the precision of `config`."""
         listed = kept[0].nonzero().flatten()
         tail: Surrogates | None = None
         if config.tail != "none" and len(listed) < kept.shape[1]:
             anchors, slots = self._tail_inputs(config.precision, NUM_ANCHORS[config.tail])
             tail = compress(anchors[block], kept, slots, self.scale, config.precision)
-        return self._sol_attn2_head(config).attend(Selection(block, listed[None], kept.sum(-1), len(listed)), tail)[0]
+        head = self._sol_attn2_head(config, fp8_head)
+        return head.attend(Selection(block, listed[None], kept.sum(-1), len(listed)), tail)[0]
 
-    def _sol_attn2_head(self, config: SolAttn2Config) -> ExactHead | Fp8Head:
+    def _sol_attn2_head(self, config: SolAttn2Config, fp8_head: type[Fp8Head]) -> ExactHead | Fp8Head:
         geometry = self._geometry(config.precision)
         if config.precision == "exact":
             return self._once("exact head", lambda: ExactHead(*self._split("exact"), geometry, self.scale))
         # Quantisation depends on the smoothing alone, the anchors' means on the tail.
-        name = ("fp8 head", config.smooth_key, config.smooth_value, config.tail)
-        head: Fp8Head = self._once(name, lambda: Fp8Head(*self._split("fp8"), geometry, self.scale, config))
+        name = (fp8_head, config.smooth_key, config.smooth_value, config.tail)
+        head: Fp8Head = self._once(name, lambda: fp8_head(*self._split("fp8"), geometry, self.scale, config))
         head.config = config
         return head
 

@@ -99,8 +99,8 @@ class Fp8Head:
         A row with neither tokens nor surrogates gets output 0 and denominator -inf.
         """
         rows = self.q_codes[selection.rows] * self.q_scale[selection.rows]
-        tokens = self._tokens(selection) if selection.width else None
         tail = self._tail(selection, surrogates) if surrogates is not None else None
+        tokens = self._tokens(selection, tail) if selection.width else None
         if tokens is None and tail is None:
             return torch.zeros_like(rows), rows.new_full(rows.shape[:2], -torch.inf)
         joint = join(tokens, tail)
@@ -112,7 +112,11 @@ class Fp8Head:
         """Query scales times what turns nats into ExpCast codes, [R, 1, 1] in the working dtype."""
         return self.q_scale[selection.rows].to(self.q_codes.dtype) * (CODES_PER_NAT * self.scale)
 
-    def _tokens(self, selection: Selection) -> PartialSum:
+    def _pivots(self, tile_max: torch.Tensor, tail: PartialSum | None) -> torch.Tensor:
+        """Pivot in force at every tile of row maxima [R, 64, K] in octaves; the tail has one of its own."""
+        return sticky_pivots(tile_max, self.config.offset)
+
+    def _tokens(self, selection: Selection, tail: PartialSum | None) -> PartialSum:
         products = self.q_codes[selection.rows] @ selection.gather(self.k_codes).transpose(-1, -2)
         products = products.unflatten(-1, (selection.width, BLOCK))  # [R, 64, K, 64]
         listed = slice(None) if selection.key_blocks is None else selection.key_blocks
@@ -121,7 +125,7 @@ class Fp8Head:
         hidden = selection.hidden(self.blocks).unsqueeze(1)
         visible = products.detach().masked_fill(hidden, -torch.inf)
         tile_max = (visible.amax(-1) * factor.squeeze(-1)).float() / CODES_PER_OCTAVE  # [R, 64, K]
-        pivots = sticky_pivots(tile_max, self.config.offset)
+        pivots = self._pivots(tile_max, tail)
         positions = fused_multiply_add(products, factor, pivot_bias(pivots, self.config.offset).unsqueeze(-1))
         final = pivots[..., -1:]
         rescale = power_of_two(pivots - final).to(positions.dtype).unsqueeze(-1)
@@ -133,6 +137,7 @@ class Fp8Head:
         empty = surrogates.log_mass.isneginf().unsqueeze(-1)
         keys = (surrogates.keys - self.key_mean).masked_fill(empty, 0.0)
         values = (surrogates.values - self.value_mean).masked_fill(empty, 0.0)
+        keys = straight_through(keys.detach().half().to(keys.dtype), keys)  # kernels store them before they know amax
         k_codes, k_scale = quantise(keys, (1, 2))
         v_codes, _ = quantise(values, (1, 2), self.v_scale)
         # b_F from dequantised factors: the mass that the rows read at their anchor is then exactly S_c.
@@ -151,3 +156,13 @@ class Fp8Head:
         positions = straight_through(positions.detach().float().to(scores.dtype), positions)
         weights = probabilities(positions, self.config.shadow).masked_fill(hidden, 0.0)
         return PartialSum(pivot, weights.sum(-1), weights @ v_codes)
+
+
+class SharedPivotHead(Fp8Head):
+    """One pivot for surrogates and tokens: what `_pivots` avoids, kept to measure what that is worth."""
+
+    def _pivots(self, tile_max: torch.Tensor, tail: PartialSum | None) -> torch.Tensor:
+        if tail is None:
+            return super()._pivots(tile_max, tail)
+        seen = torch.cat([tail.pivot.to(tile_max.dtype).unsqueeze(-1), tile_max], -1)
+        return sticky_pivots(seen, self.config.offset)[..., 1:]

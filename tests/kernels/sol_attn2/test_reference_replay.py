@@ -98,7 +98,7 @@ def replay(query, key, value, kept, config, upstream):
             pairs = list(zip(unit_weights, slots, strict=True))
             k_f = torch.stack([p @ k_units[8 * j : 8 * j + 8] for p, j in pairs])
             v_f = torch.stack([p @ v_units[8 * j : 8 * j + 8] for p, j in pairs])
-            f_codes, f_scale = quantise(k_f - mu, (0, 1))
+            f_codes, f_scale = quantise((k_f - mu).half().double(), (0, 1))
             k_f_hat = f_codes * f_scale
             v_f_hat = quantise(v_f - nu, (0, 1), v_scale[0])[0] * v_scale[0]
             bias = torch.stack(log_mass) - SCALE * anchor @ mu - SCALE * k_f_hat @ anchor_hat

@@ -73,11 +73,11 @@ def test_error_report(tmp_path, capsys):
 
 
 def test_a_shared_pivot_costs_the_kept_tokens_their_probabilities():
-    """63 blocks of score 0 outweigh one kept block of 1.2 nats: its tokens lie 4 octaves below the surrogates."""
+    """Tokens of the kept block score -1.4 nats, 8 octaves below the surrogates of 64 tokens of score 0."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (0.1 * torch.randn(4096, 128, generator=generator) for _ in range(3))
     query[:, 0] += 2 * 128**0.5
-    key[:64, 0] += 0.6
+    key[:64, 0] -= 0.7
     value[:64] += 10
     oracle, block = Oracle(query, key, value), torch.tensor([5])
     kept = torch.zeros(1, 64, dtype=torch.bool)
@@ -89,7 +89,7 @@ def test_a_shared_pivot_costs_the_kept_tokens_their_probabilities():
         for name in ("sol-attn2", "shared-pivot")
     )
     assert own < 2**0.107 - 1 + 2**-4  # a code's half step, and E4M3
-    assert shared > 2 * own
+    assert shared > 0.5  # flushed to code 0
 
 
 @pytest.mark.parametrize(

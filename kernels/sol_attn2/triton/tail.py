@@ -29,7 +29,7 @@ from solgen.kernels.sol_attn2.triton.operands import Operands, Route, Tail
 
 LN2 = tl.constexpr(math.log(2))
 
-ROWS, STEP, STAGES = 64, 32, 3
+ROWS, STEP, STAGES = 64, 64, 2
 """Anchors of a program, units of one of its products, and products whose loads are in flight."""
 
 

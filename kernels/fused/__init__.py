@@ -1,4 +1,4 @@
-"""Fused memory-bound ops of MiniMax-H3's transformer blocks: one reading and one writing of the packed sequence each."""
+"""Fused ops of MiniMax-H3's transformer blocks, bound by memory: each reads the packed sequence once."""
 
 from solgen.kernels.fused.gated_residual import gated_residual, gated_residual_norm
 from solgen.kernels.fused.qk_norm_rope import qk_norm_rope

@@ -151,8 +151,8 @@ def gated_residual(
     Raises:
         ValueError: if shapes or strides do not fit, or `impl` does not cover the call.
     """
-    check_rows(*residual.shape, residual=residual, branch=branch)
-    check_modulation(*residual.shape, index, gate=gate)
+    check_rows(residual.shape, residual=residual, branch=branch)
+    check_modulation(residual.shape, index, gate=gate)
     if choose_impl(impl, residual, branch, gate, index) == "reference":
         return gated_residual_reference(residual, branch, gate, index)
     return _launch(residual, branch, gate, index, None)[0]
@@ -184,9 +184,9 @@ def gated_residual_norm(
     Raises:
         ValueError: if shapes or strides do not fit, or `impl` does not cover the call.
     """
-    check_rows(*residual.shape, residual=residual, branch=branch)
+    check_rows(residual.shape, residual=residual, branch=branch)
     check_weight(residual.shape[1], weight=weight)
-    check_modulation(*residual.shape, index, gate=gate, scale=scale, shift=shift)
+    check_modulation(residual.shape, index, gate=gate, scale=scale, shift=shift)
     if choose_impl(impl, residual, branch, gate, weight, scale, shift, index) == "reference":
         return gated_residual_norm_reference(residual, branch, gate, weight, scale, shift, index, eps=eps)
     return _launch(residual, branch, gate, index, (weight, scale, shift, eps))

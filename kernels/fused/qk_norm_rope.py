@@ -173,7 +173,7 @@ def qk_norm_rope(
     if rows * heads >= 2**31:
         raise ValueError(f"{rows} rows of {heads} heads; expected fewer than 2^31 heads in all")
     check_weight(width, query_weight=query_weight, key_weight=key_weight)
-    check_rows(rows, rotary, cos=cos, sin=sin)
+    check_rows((rows, rotary), cos=cos, sin=sin)
     tensors = (query, key, query_weight, key_weight, cos, sin)
     if choose_impl(impl, *tensors) == "reference":
         return qk_norm_rope_reference(*tensors, eps=eps)

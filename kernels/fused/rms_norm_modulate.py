@@ -105,9 +105,9 @@ def rms_norm_modulate(
     Raises:
         ValueError: if shapes or strides do not fit, or `impl` does not cover the call.
     """
-    check_rows(*x.shape, x=x)
+    check_rows(x.shape, x=x)
     check_weight(x.shape[1], weight=weight)
-    check_modulation(*x.shape, index, scale=scale, shift=shift)
+    check_modulation(x.shape, index, scale=scale, shift=shift)
     if choose_impl(impl, x, weight, scale, shift, index) == "reference":
         return rms_norm_modulate_reference(x, weight, scale, shift, index, eps=eps)
     return _launch(x, weight, scale, shift, index, eps)

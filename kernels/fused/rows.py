@@ -35,10 +35,7 @@ def compute_type(x: torch.Tensor) -> torch.dtype:
 def load_piece(p_row, c: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr):
     """Piece `c` of a row as fp32 [PIECE]; zeros past the row's end."""
     o_c = c * PIECE + tl.arange(0, PIECE)
-    if (c + 1) * PIECE <= WIDTH:
-        b_x = tl.load(p_row + o_c)
-    else:
-        b_x = tl.load(p_row + o_c, mask=o_c < WIDTH, other=0.0)
+    b_x = tl.load(p_row + o_c) if (c + 1) * PIECE <= WIDTH else tl.load(p_row + o_c, mask=o_c < WIDTH, other=0.0)
     return b_x.to(tl.float32)
 
 

@@ -65,7 +65,7 @@ def swiglu(x: torch.Tensor, *, impl: Impl | None = None) -> torch.Tensor:
     Raises:
         ValueError: if the shape or strides do not fit, or `impl` does not cover the call.
     """
-    check_rows(*x.shape, x=x)
+    check_rows(x.shape, x=x)
     if x.shape[1] % 2:
         raise ValueError(f"x has {x.shape[1]} channels; expected value and gate, an even number")
     return swiglu_reference(x) if choose_impl(impl, x) == "reference" else _launch(x)

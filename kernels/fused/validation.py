@@ -1,5 +1,6 @@
 """Who computes a call of a fused op, and the checks of its arguments."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -32,22 +33,25 @@ def choose_impl(impl: Impl | None, x: torch.Tensor, *others: torch.Tensor) -> Im
     return chosen
 
 
-def check_rows(rows: int, width: int, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless every named tensor is [rows, width] with unit stride along the width."""
+def check_rows(shape: Sequence[int], **tensors: torch.Tensor) -> None:
+    """Raise ValueError unless every named tensor has two dimensions of this shape and unit stride along the second."""
+    if len(shape) != 2:
+        raise ValueError(f"{next(iter(tensors))} has shape {tuple(shape)}; expected rows and channels")
     for name, tensor in tensors.items():
-        if tensor.shape != (rows, width):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected ({rows}, {width})")
-        if width > 1 and tensor.stride(1) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}; expected unit stride along its {width} channels")
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+        if shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name} has strides {tensor.stride()}; expected unit stride along its {shape[1]} channels"
+            )
 
 
-def check_modulation(rows: int, width: int, index: torch.Tensor, **tables: torch.Tensor) -> None:
-    """Raise ValueError unless the tables are [n, width] with one n, and `index` holds an integer for every row."""
-    heights = {name: table.shape[0] for name, table in tables.items()}
-    if len(set(heights.values())) > 1:
-        raise ValueError(f"tables have {heights} rows; expected equal numbers")
+def check_modulation(shape: Sequence[int], index: torch.Tensor, **tables: torch.Tensor) -> None:
+    """Raise ValueError unless the tables fit rows of this shape, and `index` holds an integer for every row."""
+    rows, width = shape
+    height = len(next(iter(tables.values())))
     for name, table in tables.items():
-        check_rows(heights[name], width, **{name: table})
+        check_rows((height, width), **{name: table})
     if index.shape != (rows,) or index.dtype not in (torch.int64, torch.int32) or not index.is_contiguous():
         raise ValueError(
             f"index is {index.dtype} {tuple(index.shape)} with strides {index.stride()}; "

@@ -78,7 +78,8 @@ def test_what_it_refuses():
     for change, message in (
         ({"x": torch.ones(8, 4).t()}, "x has strides"),
         ({"weight": torch.ones(7)}, r"weight is \(7,\)"),
-        ({"scale": torch.ones(2, 8)}, "expected equal numbers"),
+        ({"x": torch.ones(4)}, "expected rows and channels"),
+        ({"scale": torch.ones(2, 8)}, r"shift has shape \(3, 8\); expected \(2, 8\)"),
         ({"shift": torch.ones(3, 7)}, r"shift has shape \(3, 7\)"),
         ({"index": index[:3]}, "index is torch.int64"),
         ({"index": index.float()}, "index is torch.float32"),

@@ -14,6 +14,7 @@ from solgen.engine.adapters.branch import add_branches
 from solgen.engine.adapters.merge import Delta
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.fusion import check_fusion, fused, runs_fused
+from solgen.engine.generate import generate
 from solgen.errors import InputError
 from solgen.presets.schema import Attention
 from tests.engine.fusion_oracle import exact_blocks, make_inputs, make_transformer, run_blocks
@@ -178,3 +179,20 @@ def test_when_a_request_runs_fused() -> None:
         check_fusion(setting, device)
     with pytest.raises(InputError, match="fusion=on needs a CUDA GPU and Triton, this run is on the cpu"):
         check_fusion("on", CPU)
+
+
+def test_a_record_says_whether_the_blocks_ran_fused(small_job, listener) -> None:
+    (record,) = generate([small_job()], listener)
+    assert record["request"]["settings"]["fusion"] == "auto"
+    assert record["fusion"] == ("on" if torch.cuda.is_available() else "off")
+    (record,) = generate([small_job("eager.mp4", "fusion=off")], listener)
+    assert record["fusion"] == "off"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
+def test_fusion_that_cannot_be_had_is_refused_before_anything_loads(small_job, listener) -> None:
+    with pytest.raises(InputError, match="use --set fusion=auto"):
+        generate([small_job("clip.mp4", "fusion=on")], listener)
+    assert listener.stages == []
+    with pytest.raises(InputError, match="fusion: Input should be 'auto', 'on' or 'off', got 'maybe'"):
+        small_job("clip.mp4", "fusion=maybe")

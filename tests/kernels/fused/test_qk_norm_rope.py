@@ -5,8 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from solgen.kernels.fused import qk_norm_rope
-from solgen.kernels.fused.qk_norm_rope import HEADS, TILE, _norm_rope_kernel
+from solgen.kernels.fused.qk_norm_rope import HEADS, REGISTERS, TILE, _norm_rope_kernel
 from tests.kernels.fused.cases import ROWS_AT_ONCE, judge, leave_poison, poisoned
 
 
@@ -97,6 +99,10 @@ def test_what_it_refuses():
 
 
 def test_machine_code(compile_sm90, monkeypatch):
+    compile_any, limit = triton.compile, {"maxnreg": REGISTERS}
+    monkeypatch.setattr(
+        triton, "compile", lambda *args, options, **more: compile_any(*args, options=options | limit, **more)
+    )
     types = {"p_x": "*bf16", "p_weight": "*bf16", "p_cos": "*fp32", "p_sin": "*fp32", "p_out": "*bf16", "eps": "fp32"}
     constants = {"ROTARY": 96, "D": 128, "HEADS": HEADS, "TILE": TILE}
     code = compile_sm90(_norm_rope_kernel, types, constants, num_warps=4)

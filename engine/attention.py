@@ -33,6 +33,7 @@ class AttentionRun:
         config: Sol-Attn2's settings made from it; replaced once when a density is solved for.
         video_rows: Rows that may be sparse, [N] bool, on the device.
         ulysses: Exchanges with the ranks that share the sequence; None when there are none.
+        fused: Whether the norms and angles of queries and keys are one kernel.
         step: Denoiser call in progress, from 0.
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
             tensors that stay on the device until `density_table`.
@@ -44,13 +45,16 @@ class AttentionRun:
     config: SolAttn2Config
     video_rows: torch.Tensor
     ulysses: Ulysses | None = None
+    fused: bool = False
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
     histogram: torch.Tensor | None = None
     computed_by: str | None = None
 
     @classmethod
-    def start(cls, settings: Attention, video_rows: torch.Tensor, ulysses: Ulysses | None = None) -> "AttentionRun":
+    def start(
+        cls, settings: Attention, video_rows: torch.Tensor, ulysses: Ulysses | None = None, *, fused: bool = False
+    ) -> "AttentionRun":
         """Begin a request. `video_rows` is [N] bool in the order of the packed sequence."""
         config = SolAttn2Config(
             epsilon=settings.epsilon,
@@ -63,7 +67,7 @@ class AttentionRun:
         )
         if settings.backend == "fp8":
             config = dataclasses.replace(config, epsilon=-math.inf, top_k=None, tail="none")
-        return cls(settings, config, video_rows, ulysses)
+        return cls(settings, config, video_rows, ulysses, fused)
 
     @property
     def impl(self) -> Literal["reference", "triton", "gluon"] | None:
@@ -170,9 +174,7 @@ class BlockAttention:
             projection(hidden_states).unflatten(-1, (attn.heads, -1))
             for projection in (attn.to_q, attn.to_k, attn.to_v)
         )
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        if rotary_emb is not None:
-            query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
+        query, key = self._norm_and_rotate(attn, query, key, rotary_emb)
         if run.ulysses is not None:
             query, key, value = run.ulysses.to_heads(query, key, value)
         if not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None):
@@ -182,6 +184,27 @@ class BlockAttention:
         if run.ulysses is not None:
             output = run.ulysses.to_rows(output)
         return attn.to_out[1](attn.to_out[0](output.flatten(2, 3)))
+
+    def _norm_and_rotate(
+        self,
+        attn: MiniMaxH3Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Query and key [1, n, H, D] as attention compares them."""
+        if self.run.fused:
+            # Triton is imported only when it is used: CPU installations may not have it.
+            from solgen.kernels.fused import qk_norm_rope
+
+            assert rotary_emb is not None
+            weights = attn.norm_q.weight, attn.norm_k.weight
+            query, key = qk_norm_rope(query[0], key[0], *weights, *rotary_emb, eps=attn.norm_q.eps)
+            return query[None], key[None]
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if rotary_emb is not None:
+            query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
+        return query, key
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """The sparse operator on [1, H, N, 128] views; books its density."""
@@ -202,11 +225,11 @@ class BlockAttention:
 def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRun) -> None:
     """Give every transformer block the attention that the request asks for.
 
-    On one rank, dense blocks keep diffusers' own processor, so a dense run is the stock model.
+    Unfused on one rank, dense blocks keep diffusers' own processor, so a dense run is the stock model.
     """
     for index, block in enumerate(transformer.transformer_blocks):
         sparse = run.settings.backend != "dense" and not run.settings.is_dense_block(index)
-        ours = sparse or run.ulysses is not None
+        ours = sparse or run.fused or run.ulysses is not None
         block.attn.set_processor(BlockAttention(index, run, sparse=sparse) if ours else MiniMaxH3AttnProcessor())
 
 

@@ -17,6 +17,7 @@ from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import Latents
 from solgen.engine.denoise import StepHook, denoise
+from solgen.engine.fusion import fused, runs_fused
 from solgen.engine.loader import load_pipeline
 from solgen.engine.machine import device_name, model_dtype, versions
 from solgen.engine.media.read import read_image
@@ -212,9 +213,14 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span
             continue
         video_rows = state.get("token_order").video_rows
         ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
-        clip.run = AttentionRun.start(preset.attention, video_rows, ulysses)
+        fuse = runs_fused(preset.fusion, video_rows.device)
+        clip.run = AttentionRun.start(preset.attention, video_rows, ulysses, fused=fuse)
         install_attention(transformer, clip.run)
-        with sharded(transformer, ulysses), clip.stages.stage("denoise", total=preset.sampler.steps) as advance:
+        with (
+            fused(transformer, fuse),
+            sharded(transformer, ulysses),
+            clip.stages.stage("denoise", total=preset.sampler.steps) as advance,
+        ):
 
             def step(index: int, video: torch.Tensor, audio: torch.Tensor, advance=advance) -> None:
                 on_step(index, video, audio)
@@ -280,6 +286,7 @@ def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -
             "video_sigmas": video_sigmas.tolist(),
             "audio_sigmas": audio_sigmas.tolist(),
         },
+        "fusion": "on" if run.fused else "off",
         "attention": {
             "backend": run.settings.backend,
             "impl": run.computed_by,

@@ -166,6 +166,7 @@ def profile(request: Request, listener: Listener, *, world: World | None = None)
             "world size": world.size,
             "rows": sequence["rows"],
             "attention": clip.facts["attention"]["backend"],
+            "fusion": clip.facts["fusion"],
             "density": _mean_density(clip.facts["attention"]["density"]),
             "calls measured": len(warm),
             "warm-up calls left out": len(measured) - len(warm),

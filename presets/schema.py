@@ -241,7 +241,11 @@ class Output(Table):
 
 
 class Preset(Table):
-    """One resolved preset. `tasks` are those its weights were made for; `adapter` may be set "off"."""
+    """One resolved preset.
+
+    `tasks` are those its weights were made for; `adapter` may be set "off"; `fusion` says whether the ops between the
+    matrix products of the blocks are fused kernels, "auto" wherever they run.
+    """
 
     description: str = ""
     tasks: Annotated[tuple[Task, ...], BeforeValidator(_split)] = ("t2va", "fl2va", "ref2va")
@@ -251,6 +255,7 @@ class Preset(Table):
     lora: Lora = Lora()
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
+    fusion: Literal["auto", "on", "off"] = "auto"
     parallel: Parallel = Parallel()
     output: Output = Output()
 

@@ -70,6 +70,30 @@ def attention(
         speed_plot(report, plot)
 
 
+@app.command()
+def kernels(
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(help="Rows of the sequence; repeatable.", min=1, show_default="35345, 83061, 219524"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.", min=0)] = 0,
+    runs: Annotated[int, typer.Option(help="Rounds that both forms take part in.", min=1)] = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compare the fused ops of a transformer block with the eager forms they replace."""
+    from solgen.console import Console
+    from solgen.engine.bench.kernels import ROWS, Settings, bench_kernels
+    from solgen.engine.bench.show import kernel_tables, show
+
+    with Console() as console:
+        report = bench_kernels(Settings(rows=tuple(rows or ROWS), runs=runs, seed=seed), console.note)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    show(kernel_tables(report))
+
+
 def _shapes(given: list[str] | None) -> tuple[tuple[int, int], ...]:
     from solgen.errors import InputError
 

@@ -1,4 +1,4 @@
-"""`solgen bench attention`: tables, JSON, refusals, and a gate that catches wrong outputs."""
+"""`solgen bench`: tables, JSON, refusals, and gates that catch wrong outputs."""
 
 import dataclasses
 import json
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from solgen.__main__ import main
-from solgen.engine.bench import attention, gate
+from solgen.engine.bench import attention, gate, kernels
 from solgen.engine.bench.arms import ARMS, Arm
 from solgen.engine.bench.clock import alternate
 from solgen.engine.bench.oracle import Oracle
+from solgen.engine.bench.pairs import Sizes, make_pairs
 from solgen.engine.bench.threshold import make_arms
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.density import log_shares
@@ -160,9 +161,50 @@ def test_arms_take_turns_and_slow_ones_stop_first():
     assert len(alternate(calls, CPU, runs=2, most=3, budget_ms=0.0)["slow"].calls) == 2
 
 
+SMALL = Sizes(width=96, inner=128, heads=2)
+
+
+def test_kernels_report(tmp_path, capsys):
+    path = tmp_path / "results" / "kernels.json"
+    assert solgen("bench", "kernels", "--rows", "2", "--rows", "5", "--runs", "2", "--json", str(path)) == 0
+    report = json.loads(path.read_text())
+    assert [length["rows"] for length in report["results"]] == [2, 5]
+    assert {"command", "commit", "device", "versions"} <= report.keys()
+    for length in report["results"]:
+        assert list(length["ops"]) == [pair.name for pair in make_pairs(1, SMALL, 0, CPU)]
+        for row in length["ops"].values():
+            assert row["gate"]["passed"]
+            assert min(row["calls"].values()) >= 2
+            assert row["ratio"] == pytest.approx(row["eager_ms"] / row["fused_ms"])
+    assert "5 rows" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes the default rows")
+def test_long_sequences_of_the_kernels_need_a_gpu(capsys):
+    assert solgen("bench", "kernels") == 1
+    assert "no CUDA GPU found; 219524 rows need one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_the_gate_of_the_kernels_catches_one_wrong_row(index):
+    pair = list(make_pairs(300, SMALL, 0, CPU))[index]
+    verdict = kernels.judge(pair, 300)
+    assert verdict["passed"], verdict
+    assert verdict["error"] <= verdict["eager"] * 1.001
+
+    def broken(**inputs):
+        outputs = pair.fused(**inputs)
+        last = outputs[-1] if isinstance(outputs, tuple) else outputs
+        last[299] = last[298].clone()
+        return outputs
+
+    assert not kernels.judge(dataclasses.replace(pair, fused=broken), 300)["passed"]
+
+
 def test_needs_neither_diffusers_nor_pydantic():
     program = (
         "import sys; sys.modules.update(dict.fromkeys(['diffusers', 'pydantic', 'transformers', 'imageio_ffmpeg']));"
-        "import solgen.cli, solgen.engine.bench.attention, solgen.engine.bench.errors, solgen.engine.bench.show"
+        "import solgen.cli, solgen.engine.bench.attention, solgen.engine.bench.errors, solgen.engine.bench.kernels;"
+        "import solgen.engine.bench.show"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -28,6 +28,19 @@ def speed_tables(report: dict[str, Any]) -> Iterator[Table]:
         yield table
 
 
+def kernel_tables(report: dict[str, Any]) -> Iterator[Table]:
+    """One table a length: both forms of every op, their ratio and bandwidth, and the errors of both."""
+    for length in report["results"]:
+        title = f"{length['rows']} rows, {report['impl']}"
+        columns = ("fused ms", "eager ms", "x eager", "GB/s", "eager GB/s", "error", "eager error")
+        table = Table("", *columns, title=title)
+        for name, row in length["ops"].items():
+            times = [f"{row['fused_ms']:.3f}", f"{row['eager_ms']:.3f}", f"{row['ratio']:.2f}"]
+            rates = [f"{row['fused_gb_s']:.0f}", f"{row['eager_gb_s']:.0f}"]
+            table.add_row(name, *times, *rates, f"{row['gate']['error']:.5f}", f"{row['gate']['eager']:.5f}")
+        yield table
+
+
 def error_tables(report: dict[str, Any]) -> Iterator[Table]:
     """One table of all lengths for each channel mean."""
     for mean in dict.fromkeys(result["structure"]["channel_mean"] for result in report["results"]):

@@ -13,6 +13,7 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from solgen.engine.attention import AttentionRun, BlockAttention, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
+from solgen.engine.fusion import fused
 from solgen.engine.generate import Clip, encode, generate, load, sample
 from solgen.engine.packing import TokenOrder, cube_token_order
 from solgen.engine.sharding import sharded
@@ -36,8 +37,10 @@ CASES = [
     ("fp8", 20),
     ("sol-attn1", 20),
     ("block-sparse", 20),
+    ("dense", 20, True),
+    ("sol-attn2", 20, True),
 ]
-"""Attention and rows of prompt: one token apart makes 500 and 501 rows, the last block ragged by 52 and by 53."""
+"""Attention, rows of prompt (one token apart makes 500 and 501 rows, the last block ragged by 52 and by 53), fusion."""
 
 
 class Recorded(BlockAttention):
@@ -111,10 +114,12 @@ def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
     return inputs, order
 
 
-def start(model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, **attention: Any) -> AttentionRun:
+def start(
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, *, fuse: bool = False, **attention: Any
+) -> AttentionRun:
     """Install attention for one call."""
     ulysses = Ulysses.over(mesh, order.order.numel(), block=64)
-    run = AttentionRun.start(Attention(dense_blocks="0,5", **attention), order.video_rows, ulysses)
+    run = AttentionRun.start(Attention(dense_blocks="0,5", **attention), order.video_rows, ulysses, fused=fuse)
     run.begin_step(0)
     install_attention(model, run)
     return run
@@ -122,12 +127,12 @@ def start(model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, **a
 
 @torch.no_grad()
 def forward(
-    model: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, text: int
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, backend: str, text: int, fuse: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Video and audio rows of one call, and its densities."""
     inputs, order = packed(text)
-    run = start(model, mesh, order, backend=backend)
-    with sharded(model, run.ulysses):
+    run = start(model, mesh, order, fuse=fuse, backend=backend)
+    with fused(model, fuse), sharded(model, run.ulysses):
         video, audio = model(**inputs)
     return video, audio, run.density_table()[0]
 

@@ -230,6 +230,21 @@ class Parallel(Table):
     dp: int = Field(1, ge=1)
 
 
+class Memory(Table):
+    """Where weights wait until they are used, and which of them stay.
+
+    Attributes:
+        offload: "none" frees the conditioner before the first denoiser call. "text-encoder" keeps it in host memory
+            and passes its layers through the GPU while it encodes; "layers" the transformer's blocks too, in every
+            call.
+        tables: Replace the AdaLN projections, 13 of 33 billion parameters, by tables of what they return in the
+            request's calls, bit for bit.
+    """
+
+    offload: Literal["none", "text-encoder", "layers"] = "none"
+    tables: bool = True
+
+
 class Output(Table):
     """What is written.
 
@@ -252,6 +267,7 @@ class Preset(Table):
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
     parallel: Parallel = Parallel()
+    memory: Memory = Memory()
     output: Output = Output()
 
 

@@ -99,13 +99,15 @@ class AdaLNTables:
         # As in `MiniMaxH3AdaLayerNormModulation`: activated at the embedding's precision, cast afterwards.
         activations = [functional.silu(time_embedding(self._transformer, times)) for times in timesteps.values()]
         names = projection_names(self._transformer)
-        # The generator comes first: `strict` then runs it to its end.
-        for projection, name in zip(self._projections(names), names, strict=True):
+        built = 0
+        for projection in self._projections(names):  # zip and enumerate would hold on to the one before
             dtype = get_parameter_dtype(projection)
-            table = self._transformer.get_submodule(name)
+            table = self._transformer.get_submodule(names[built])
             assert isinstance(table, TableLinear)
             table.fill([projection(activation.to(dtype)) for activation in activations])
+            built += 1
             del projection
+        assert built == len(names)
         self._calls = {key: call for call, key in enumerate(timesteps)}
         return True
 

@@ -244,6 +244,12 @@ class Memory(Table):
     offload: Literal["none", "text-encoder", "layers"] = "none"
     tables: bool = True
 
+    @model_validator(mode="after")
+    def _streamed_blocks_have_tables(self) -> "Memory":
+        if self.offload == "layers" and not self.tables:
+            raise ValueError("offload=layers passes blocks through the GPU without their AdaLN projections; tables=on")
+        return self
+
 
 class Output(Table):
     """What is written.

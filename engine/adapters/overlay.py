@@ -46,6 +46,7 @@ class Overlay:
         merged: What its checkpoint holds already.
         notes: Lines that the user should see.
         kept: After a merge, share of the change that survived rounding, by layer group.
+        measured: What that is computed from, by parameter; a parameter merged again counts once.
         told: Notes that the user has seen.
     """
 
@@ -55,6 +56,7 @@ class Overlay:
     merged: Merged | None = None
     notes: list[str] = field(default_factory=list)
     kept: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Kept] = field(default_factory=dict)
     told: int = 0
 
     def untold(self) -> list[str]:
@@ -114,7 +116,6 @@ class Overlay:
             Merges what belongs to a parameter into its tensor, in place, and returns the branches that belong beside
             it: all low-rank changes in branch mode, none in merge mode.
         """
-        counts: dict[str, Kept] = {}
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(a.header.path, framework="pt")) for a in self.adapters]
 
@@ -122,13 +123,15 @@ class Overlay:
                 deltas = collect_deltas(self.adapters, files, name, tensor.device)
                 branches = [delta for delta in deltas if delta.down is not None] if self.mode == "branch" else []
                 if sums := [delta for delta in deltas if not any(delta is branch for branch in branches)]:
-                    counts.setdefault(layer_group(name), Kept()).add(merge_into(tensor, sums))
+                    self.measured[name] = merge_into(tensor, sums)
                 return branches
 
             yield lay
-        kept = {group: count.share for group, count in counts.items()}
-        self.notes += low_share_notes({group: share for group, share in kept.items() if group not in self.kept})
-        self.kept |= kept
+        groups: dict[str, Kept] = {}
+        for name, kept in self.measured.items():
+            groups.setdefault(layer_group(name), Kept()).add(kept)
+        self.kept = {group: kept.share for group, kept in groups.items()}
+        self.notes += [note for note in low_share_notes(self.kept) if note not in self.notes]
 
 
 def open_overlay(

@@ -48,6 +48,7 @@ class Options:
     tail: str | None = None
     lora: tuple[str, ...] | None = None
     lora_mode: str | None = None
+    offload: str | None = None
     sets: tuple[str, ...] = ()
     config: Path | None = None
 
@@ -151,6 +152,7 @@ def _preset_table(options: Options) -> dict[str, Any]:
         "model": {"source": options.model},
         "attention": attention,
         "lora": {"mode": options.lora_mode},
+        "memory": {"offload": options.offload},
     }
     given = {name: {k: v for k, v in table.items() if v is not None} for name, table in tables.items()}
     return {name: table for name, table in given.items() if table}

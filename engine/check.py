@@ -88,7 +88,7 @@ def check_canvas(canvas: Canvas) -> None:
 def _components(request: Request) -> tuple[object, ...]:
     """What one load of a model serves."""
     preset = request.preset
-    return request.task, preset.model, preset.adapter, preset.lora, request.loras
+    return request.task, preset.model, preset.adapter, preset.lora, preset.memory, request.loras
 
 
 def check_adapters(request: Request, repository: Repository) -> Overlay | None:

@@ -43,12 +43,13 @@ CLASSES: dict[str, tuple[str, ...]] = {
 WEIGHTED = ("text_encoder", "transformer", "transformer_ref", "vae", "audio_vae")
 """Components that have weights."""
 
-_MODELS = {
+MODELS = {
     "vae": AutoencoderKLMiniMaxH3,
     "audio_vae": AutoencoderKLMiniMaxH3Audio,
     "transformer": MiniMaxH3Transformer3DModel,
     "transformer_ref": MiniMaxH3Transformer3DModel,
 }
+"""Class of every component of diffusers' own that has weights."""
 
 _BLOCKS = "transformer_blocks."
 
@@ -68,7 +69,7 @@ def check_component(name: str, folder: Path, shapes: dict[str, tuple[int, ...]])
         _check_conditioner(folder, shapes)
     elif name.endswith("scheduler"):
         _build(MiniMaxH3Scheduler, folder / "scheduler_config.json")
-    elif model_class := _MODELS.get(name):
+    elif model_class := MODELS.get(name):
         model = _build(model_class, folder / "config.json")
         if "latents_std" in model.config:
             _check_latents(model.config, folder / "config.json")

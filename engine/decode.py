@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ import numpy as np
 import torch
 
 from solgen.engine.pipeline import H3Pipeline
+from solgen.engine.tiles import decoded_stretches
 from solgen.errors import InputError
 from solgen.presets.schema import FPS, FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, Canvas
-
-FRAMES_AT_ONCE = 16
-"""Frames turned into bytes at a time: bounds the float copy of a 1080p clip to 0.4 GB."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +86,24 @@ class Latents:
 
 
 @torch.no_grad()
-def decode_video(pipeline: H3Pipeline, latents: torch.Tensor) -> torch.Tensor:
-    """Decode the picture as diffusers' `MiniMaxH3VideoDecodeStep` does, without its float copy of the clip.
+def decode_video(pipeline: H3Pipeline, latents: torch.Tensor) -> list[np.ndarray]:
+    """Decode the picture; only a stretch of 17 frames is ever there as floating point numbers.
 
     Args:
-        pipeline: Holds the video VAE, which decodes in its own 256-pixel tiles.
+        pipeline: Holds the video VAE, and knows the pixel statistics.
         latents: [1, 24, t, h, w] float32.
 
     Returns:
-        ImageNet-normalised RGB [3, F, height, width] in the VAE's dtype, for `frame_chunks`.
+        Consecutive uint8 frames [f, height, width, 3] in host memory.
     """
     vae = pipeline.vae
-    return vae.decode(_denormalised(vae, latents.to(vae.device)), return_dict=False)[0][0]
-
-
-def frame_chunks(pipeline: H3Pipeline, video: torch.Tensor) -> Iterator[np.ndarray]:
-    """Turn decoded pixels into bytes, a few frames at a time.
-
-    Args:
-        pipeline: Knows the pixel statistics.
-        video: [3, F, height, width] from `decode_video`.
-
-    Yields:
-        uint8 frames [f, height, width, 3].
-    """
-    mean = torch.tensor(pipeline.pixel_mean, device=video.device).view(-1, 1, 1, 1)
-    std = torch.tensor(pipeline.pixel_std, device=video.device).view(-1, 1, 1, 1)
-    for chunk in video.split(FRAMES_AT_ONCE, dim=1):
-        pixels = (chunk.float() * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
-        yield pixels.permute(1, 2, 3, 0).cpu().numpy()
+    mean = torch.tensor(pipeline.pixel_mean, device=vae.device).view(-1, 1, 1, 1)
+    std = torch.tensor(pipeline.pixel_std, device=vae.device).view(-1, 1, 1, 1)
+    frames = []
+    for pixels in decoded_stretches(vae, _denormalised(vae, latents.to(vae.device))):
+        image = (pixels[0].float() * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
+        frames.append(image.permute(1, 2, 3, 0).contiguous().cpu().numpy())
+    return frames
 
 
 @torch.no_grad()

@@ -37,7 +37,6 @@ from solgen.parallel.launch import unwinding
 from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Span, Ulysses
 from solgen.parallel.world import World
-from solgen.presets.schema import Task
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
 """Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
@@ -125,7 +124,7 @@ def make(
 ) -> dict[Path, dict[str, Any]]:
     """Load once and make the clips of one group of ranks, whose leader writes them and returns their records."""
     stages = Stages(device, listener)
-    pipeline = load(repository, jobs[0].request.task, device, mesh, stages)
+    pipeline = load(repository, jobs[0].request, device, mesh, stages)
     clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in jobs]
     for clip in clips:
         if mesh.leads:
@@ -137,6 +136,7 @@ def make(
     written = {}
     for clip in clips:
         sample(pipeline, clip, on_step or (lambda *_: None), mesh)
+        tell(repository, listener)  # AdaLN projections are merged when their tables are built
         if mesh.leads:
             with unwinding():
                 clip.record = record(clip, repository, device, mesh, stages.seconds)
@@ -145,15 +145,25 @@ def make(
     return written
 
 
-def load(repository: Repository, task: Task, device: torch.device, mesh: Mesh, stages: Stages) -> H3Pipeline:
+def load(repository: Repository, request: Request, device: torch.device, mesh: Mesh, stages: Stages) -> H3Pipeline:
     """Read what this rank needs: only the leader of a group encodes and decodes."""
     with stages.stage("load"):
         pipeline = load_pipeline(
-            repository, task, device=device, dtype=model_dtype(device), denoiser_only=not mesh.leads
+            repository,
+            request.task,
+            device=device,
+            dtype=model_dtype(device),
+            memory=request.preset.memory,
+            denoiser_only=not mesh.leads,
         )
-    for note in repository.overlay.notes if repository.overlay else ():
-        stages.listener.note(note)
+    tell(repository, stages.listener)
     return pipeline
+
+
+def tell(repository: Repository, listener: Listener) -> None:
+    """Pass on what the adapters have to say."""
+    for note in repository.overlay.untold() if repository.overlay else ():
+        listener.note(note)
 
 
 def encode(pipeline: H3Pipeline, clip: Clip) -> None:
@@ -211,6 +221,9 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span
             with torch.no_grad():
                 block(pipeline, state)
             continue
+        if pipeline.tables is not None:
+            with clip.stages.stage("AdaLN tables"):
+                pipeline.tables.prepare(state.get("row_timestep_plan"))
         video_rows = state.get("token_order").video_rows
         ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
         fuse = runs_fused(preset.fusion, video_rows.device)
@@ -228,6 +241,7 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span
 
             denoise(pipeline, block, state, transformer, clip.run, step)
         clip.facts = _facts(clip, video_sigmas, audio_sigmas)
+        clip.facts["adaln"] = {"table_bytes": pipeline.tables.nbytes if pipeline.tables else None}
     clip.latents = Latents(state.get("latents"), state.get("audio_latents"))
 
 

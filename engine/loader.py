@@ -6,17 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import MiniMaxH3Transformer3DModel
 
-from solgen.engine.components import CONDITIONER_LAYERS, WEIGHTED, first_line
+from solgen.engine.adaln import AdaLNTables
+from solgen.engine.adapters.overlay import Overlay
+from solgen.engine.components import CONDITIONER_LAYERS, MODELS, WEIGHTED, first_line
+from solgen.engine.offload import stream_layers
 from solgen.engine.pipeline import H3Pipeline, empty_pipeline, transformer_name
 from solgen.engine.processor import H3Processor
 from solgen.engine.repository import Repository
+from solgen.engine.streaming import stream_model, stream_projections, stream_transformer
 from solgen.errors import InputError, SetupError, SolgenError
-from solgen.presets.schema import Task
+from solgen.presets.schema import Memory, Task
 
 
 def load_pipeline(
-    repository: Repository, task: Task, *, device: torch.device, dtype: torch.dtype, denoiser_only: bool = False
+    repository: Repository,
+    task: Task,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    memory: Memory | None = None,
+    denoiser_only: bool = False,
 ) -> H3Pipeline:
     """Read every component of the task. FP32 islands follow each component's `_keep_in_fp32_modules`.
 
@@ -25,13 +36,17 @@ def load_pipeline(
         task: Decides the components.
         device: Where they end up.
         dtype: Type of everything outside the islands.
+        memory: What waits in host memory, and whether `tables` stand in for the AdaLN projections; by default
+            everything is on the device and nothing is replaced.
         denoiser_only: Leave out the conditioner and the VAEs, which one rank of several uses for all.
 
     Raises:
         SetupError: naming the component that cannot be loaded.
     """
+    memory = memory or Memory(tables=False)
     with _named("its index", repository.path):
         pipeline = empty_pipeline(task, repository.path)
+    pipeline.device_in_use = device
     loaded: dict[str, Any] = {}
     for name, folder in repository.folders.items():
         if denoiser_only and name in WEIGHTED and name != transformer_name(task):
@@ -40,14 +55,41 @@ def load_pipeline(
             if name == "processor":
                 loaded[name] = H3Processor.from_folders(folder, repository.folders["tokenizer"])
             elif name == "text_encoder":
-                loaded[name] = load_conditioner(folder, device=device, dtype=dtype)
+                loaded[name] = load_conditioner(folder, device=device, dtype=dtype, offload=memory.offload != "none")
+            elif name == transformer_name(task):
+                loaded[name], pipeline.tables = load_transformer(
+                    folder, repository.overlay, device=device, dtype=dtype, memory=memory
+                )
             else:
-                loaded[name] = _load(pipeline, name, device, dtype)
-        if name == transformer_name(task) and repository.overlay is not None:
-            repository.overlay.apply(loaded[name])
+                loaded[name] = _load(pipeline, name, folder, device, dtype)
     pipeline.update_components(**loaded)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def load_transformer(
+    folder: Path, overlay: Overlay | None, *, device: torch.device, dtype: torch.dtype, memory: Memory
+) -> tuple[MiniMaxH3Transformer3DModel, AdaLNTables | None]:
+    """Read a transformer with its adapters, and put tables and streamed blocks in place as `memory` asks.
+
+    Returns:
+        The transformer, and its tables if it has any; they are to be prepared before the first call.
+    """
+    layers = memory.offload == "layers"
+    transformer = stream_transformer(
+        folder,
+        overlay,
+        device=device,
+        dtype=dtype,
+        with_adaln=not memory.tables,
+        blocks_on=torch.device("cpu") if layers else device,
+    )
+    tables = None
+    if memory.tables:
+        tables = AdaLNTables(transformer, stream_projections(folder, overlay, device=device, dtype=dtype))
+    if layers:
+        stream_layers(transformer.transformer_blocks, device)
+    return transformer, tables
 
 
 def load_decoders(repository: Repository, *, device: torch.device, dtype: torch.dtype) -> H3Pipeline:
@@ -61,13 +103,21 @@ def load_decoders(repository: Repository, *, device: torch.device, dtype: torch.
     loaded = {}
     for name in ("vae", "audio_vae"):
         with _named(name, repository.folders[name]):
-            loaded[name] = _load(pipeline, name, device, dtype)
+            loaded[name] = _load(pipeline, name, repository.folders[name], device, dtype)
     pipeline.update_components(**loaded)
     return pipeline
 
 
-def load_conditioner(folder: Path, *, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+def load_conditioner(
+    folder: Path, *, device: torch.device, dtype: torch.dtype, offload: bool = False
+) -> torch.nn.Module:
     """Read the Qwen3-VL conditioner without the layers and the output head that H3 never uses.
+
+    Args:
+        folder: Its folder.
+        device: Where it runs.
+        dtype: Type of its weights.
+        offload: Keep its layers in host memory, and pass them through the device while it runs.
 
     Raises:
         InputError: if the weights lack a tensor, which transformers would fill with noise.
@@ -82,20 +132,28 @@ def load_conditioner(folder: Path, *, device: torch.device, dtype: torch.dtype) 
     logging.disable_progress_bar()
     try:
         model, report = Qwen3VLForConditionalGeneration.from_pretrained(
-            folder, config=config, dtype=dtype, output_loading_info=True
+            folder, config=config, dtype=dtype, output_loading_info=True, device_map={"": "cpu" if offload else device}
         )
     finally:
         logging.set_verbosity(verbosity)
     if missing := set(report["missing_keys"]) - {"lm_head.weight"}:
         raise InputError(f"{folder} lacks tensor {min(missing)!r}; download it again")
     model.lm_head = torch.nn.Identity()
-    return model.to(device).eval()
+    if offload:
+        layers = model.model.language_model.layers
+        stream_layers(layers, device)
+        # The rest is small and stays on the device.
+        model.model.language_model.layers = torch.nn.ModuleList()
+        model.to(device)
+        model.model.language_model.layers = layers
+    return model.eval()
 
 
-def _load(pipeline: H3Pipeline, name: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """A component by diffusers' own loader, ready to run."""
-    component = pipeline.get_component_spec(name).load(**({"dtype": dtype} if name in WEIGHTED else {}))
-    return component.to(device).eval() if isinstance(component, torch.nn.Module) else component
+def _load(pipeline: H3Pipeline, name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """A component that needs no more than its weights."""
+    if name in WEIGHTED:
+        return stream_model(MODELS[name], folder, device=device, dtype=dtype)
+    return pipeline.get_component_spec(name).load()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from solgen.engine.decode import Latents, decode_audio, decode_video, frame_chunks
+from solgen.engine.decode import Latents, decode_audio, decode_video
 from solgen.engine.loader import load_decoders
 from solgen.engine.machine import model_dtype, pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
@@ -45,11 +45,11 @@ def write_clip(
     with stages.stage("decode audio"):
         audio = decode_audio(pipeline, latents.audio)
     with stages.stage("decode video"):
-        video = decode_video(pipeline, latents.video)
+        frames = decode_video(pipeline, latents.video)
     with stages.stage("write"):
         write_video(
             output,
-            frame_chunks(pipeline, video),
+            frames,
             audio,
             num_frames=canvas.num_frames,
             width=canvas.width,

@@ -15,6 +15,7 @@ from diffusers.modular_pipelines.modular_pipeline import (
     SequentialPipelineBlocks,
 )
 
+from solgen.engine.adaln import AdaLNTables
 from solgen.engine.adapters.two_time import pair_times
 from solgen.engine.packing import TokenOrder, cube_token_order
 from solgen.presets.schema import FPS, Task
@@ -24,7 +25,19 @@ MAX_FRAMES = 362
 
 
 class H3Pipeline(MiniMaxH3ModularPipeline):
-    """The stock pipeline with room for 362 frames."""
+    """The stock pipeline with room for 362 frames.
+
+    Attributes:
+        device_in_use: Where it computes; some weights may wait elsewhere. None to ask the first component.
+        tables: AdaLN tables in place of the transformer's projections, prepared for each schedule; None without.
+    """
+
+    device_in_use: torch.device | None = None
+    tables: AdaLNTables | None = None
+
+    @property
+    def _execution_device(self) -> torch.device:
+        return self.device_in_use or super()._execution_device
 
     @property
     def max_duration(self) -> float:

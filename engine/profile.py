@@ -89,10 +89,13 @@ class ModuleClock:
             def before(_module: nn.Module, _args: Any, key: int = key) -> None:
                 if group == "call":
                     self._spans.append([])
+                elif not self._open:
+                    return  # outside of a call, as the embedders while tables are built
                 self._open[key] = self._now()
 
             def after(_module: nn.Module, _args: Any, _output: Any, key: int = key) -> None:
-                self._spans[-1].append((group, self._open.pop(key), self._now()))
+                if key in self._open:
+                    self._spans[-1].append((group, self._open.pop(key), self._now()))
 
             self._handles.append(module.register_forward_pre_hook(before))
             self._handles.append(module.register_forward_hook(after))
@@ -139,7 +142,7 @@ def profile(request: Request, listener: Listener, *, world: World | None = None)
         device, repository = check([job], world.size)
     mesh = Mesh.over(world, dp_size=1, device_type=device.type)
     stages = Stages(device, listener)
-    pipeline = load(repository, request.task, device, mesh, stages)
+    pipeline = load(repository, request, device, mesh, stages)
     clip = Clip(job, PipelineState(), stages)
     if mesh.leads:
         encode(pipeline, clip)

@@ -230,6 +230,27 @@ class Parallel(Table):
     dp: int = Field(1, ge=1)
 
 
+class Memory(Table):
+    """Where weights wait until they are used, and which of them stay.
+
+    Attributes:
+        offload: "none" frees the conditioner before the first denoiser call. "text-encoder" keeps it in host memory
+            and passes its layers through the GPU while it encodes; "layers" the transformer's blocks too, in every
+            call.
+        tables: Replace the AdaLN projections, 13 of 33 billion parameters, by tables of what they return in the
+            request's calls, bit for bit.
+    """
+
+    offload: Literal["none", "text-encoder", "layers"] = "none"
+    tables: bool = True
+
+    @model_validator(mode="after")
+    def _streamed_blocks_have_tables(self) -> "Memory":
+        if self.offload == "layers" and not self.tables:
+            raise ValueError("offload=layers passes blocks through the GPU without their AdaLN projections; tables=on")
+        return self
+
+
 class Output(Table):
     """What is written.
 
@@ -257,6 +278,7 @@ class Preset(Table):
     attention: Attention = Attention()
     fusion: Literal["auto", "on", "off"] = "auto"
     parallel: Parallel = Parallel()
+    memory: Memory = Memory()
     output: Output = Output()
 
 

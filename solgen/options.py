@@ -36,6 +36,9 @@ LORA_FORM = "PATH|REPO/FILE[@REVISION][:STRENGTH]"
 LORA_HELP = "Adapter, with strength 1 unless given; repeatable, summed."
 Lora = Annotated[list[str] | None, Option(help=LORA_HELP, metavar=LORA_FORM)]
 LoraMode = Annotated[str | None, Option(help="merge into the weights, or branch beside them.", show_default="merge")]
+Offload = Annotated[
+    str | None, Option(help="none, or keep weights in host memory: text-encoder, layers.", show_default="none")
+]
 Config = Annotated[
     Path | None,
     Option(

@@ -1,8 +1,8 @@
 """All adapters of a request over one transformer: checked together, applied while it loads, recorded."""
 
 import json
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import Tensor
 
 from solgen.engine.adapters.adapter import Adapter, open_adapter
 from solgen.engine.adapters.branch import add_branches
@@ -30,6 +31,9 @@ LOW_SHARE = 0.9
 PLAIN_DTYPES = {"BF16", "F16", "F32"}
 """Types that a change can be added to."""
 
+Lay = Callable[[str, Tensor], list[Delta]]
+"""Called with a parameter's name and its tensor, see `Overlay.laying`."""
+
 
 @dataclass
 class Overlay:
@@ -42,6 +46,8 @@ class Overlay:
         merged: What its checkpoint holds already.
         notes: Lines that the user should see.
         kept: After a merge, share of the change that survived rounding, by layer group.
+        measured: What that is computed from, by parameter; a parameter merged again counts once.
+        told: Notes that the user has seen.
     """
 
     adapters: tuple[Adapter, ...]
@@ -50,6 +56,13 @@ class Overlay:
     merged: Merged | None = None
     notes: list[str] = field(default_factory=list)
     kept: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, Kept] = field(default_factory=dict)
+    told: int = 0
+
+    def untold(self) -> list[str]:
+        """Notes that were not returned before."""
+        news, self.told = self.notes[self.told :], len(self.notes)
+        return news
 
     @property
     def gate(self) -> float | None:
@@ -69,30 +82,56 @@ class Overlay:
             "in_checkpoint": list(self.merged.adapters) if self.merged else [],
         }
 
-    @torch.no_grad()
     def apply(self, transformer: MiniMaxH3Transformer3DModel) -> None:
-        """Lay the adapters over a loaded transformer, parameter by parameter; bounded memory beside it.
+        """Lay the adapters over a loaded transformer, parameter by parameter; bounded memory beside it."""
+        self.make_room(transformer)
+        if stored := self.endpoint_file:
+            transformer.endpoint_time_embedder.load_state_dict(load_file(stored))
+        with self.laying() as lay:
+            for name, parameter in list(transformer.named_parameters()):
+                if branches := lay(name, parameter.data):
+                    add_branches(transformer, name.removesuffix(".weight"), branches)
+        self.finish(transformer)
 
-        Differences that are not low-rank are merged in either mode.
-        """
+    def make_room(self, transformer: MiniMaxH3Transformer3DModel) -> None:
+        """Add the modules that the adapters change and a stock transformer lacks; before any is laid over."""
         if self.gate is not None:
             add_endpoint(transformer)
-            if self.merged is not None and self.merged.gate is not None:
-                transformer.endpoint_time_embedder.load_state_dict(load_file(self.folder / ENDPOINT_FILE))
-        counts: dict[str, Kept] = {}
-        with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(a.header.path, framework="pt")) for a in self.adapters]
-            for name, parameter in list(transformer.named_parameters()):
-                deltas = collect_deltas(self.adapters, files, name, parameter.device)
-                branches = [delta for delta in deltas if delta.down is not None] if self.mode == "branch" else []
-                if sums := [delta for delta in deltas if not any(delta is branch for branch in branches)]:
-                    counts.setdefault(layer_group(name), Kept()).add(merge_into(parameter.data, sums))
-                if branches:
-                    add_branches(transformer, name.removesuffix(".weight"), branches)
-        self.kept = {group: kept.share for group, kept in counts.items()}
-        self.notes += low_share_notes(self.kept)
+
+    def finish(self, transformer: MiniMaxH3Transformer3DModel) -> None:
+        """Make a transformer whose parameters are complete use those modules."""
         if self.gate is not None:
             use_two_times(transformer, self.gate)
+
+    @property
+    def endpoint_file(self) -> Path | None:
+        """Where the second time embedder lies; None if it starts as a copy of the first, or there is none."""
+        return self.folder / ENDPOINT_FILE if self.merged is not None and self.merged.gate is not None else None
+
+    @contextmanager
+    def laying(self) -> Iterator[Lay]:
+        """Open the adapters' files.
+
+        Yields:
+            Merges what belongs to a parameter into its tensor, in place, and returns the branches that belong beside
+            it: all low-rank changes in branch mode, none in merge mode.
+        """
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(a.header.path, framework="pt")) for a in self.adapters]
+
+            def lay(name: str, tensor: Tensor) -> list[Delta]:
+                deltas = collect_deltas(self.adapters, files, name, tensor.device)
+                branches = [delta for delta in deltas if delta.down is not None] if self.mode == "branch" else []
+                if sums := [delta for delta in deltas if not any(delta is branch for branch in branches)]:
+                    self.measured[name] = merge_into(tensor, sums)
+                return branches
+
+            yield lay
+        groups: dict[str, Kept] = {}
+        for name, kept in self.measured.items():
+            groups.setdefault(layer_group(name), Kept()).add(kept)
+        self.kept = {group: kept.share for group, kept in groups.items()}
+        self.notes += [note for note in low_share_notes(self.kept) if note not in self.notes]
 
 
 def open_overlay(

@@ -54,7 +54,8 @@ def test_sidecar_holds_every_resolved_value(small_job, listener) -> None:
     density = record["attention"]["density"]
     assert [sorted(row) for row in density] == [["1", "2", "3", "4"]] * 2
     assert all(0 <= value <= 1 for row in density for value in row.values())
-    assert set(record["timings"]) == {"load", "encode", "denoise", "decode audio", "decode video", "write"}
+    stages = {"load", "encode", "AdaLN tables", "denoise", "decode audio", "decode video", "write"}
+    assert set(record["timings"]) == stages
     assert {"solgen", "torch", "diffusers", "python"} <= set(record["versions"])
     assert listener.parts == 2
 

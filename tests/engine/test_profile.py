@@ -25,7 +25,7 @@ def test_facts_say_what_was_measured(report: dict) -> None:
     assert facts["rows"] == 37 * 4 + 414 + 3
     assert (facts["calls measured"], facts["warm-up calls left out"]) == (1, 1)
     assert 0 <= facts["density"] <= 1
-    assert set(report["stages"]) == {"load", "encode", "denoise", "decode audio", "decode video"}
+    assert set(report["stages"]) == {"load", "encode", "AdaLN tables", "denoise", "decode audio", "decode video"}
 
 
 def test_breakdown_subtracts_nested_groups() -> None:

@@ -155,7 +155,7 @@ def run_request(world: World, mesh: Mesh, job: Job) -> dict[str, Any]:
     device, repository = check([job], world.size)
     stages = Stages(device, Silent())
     clip = Clip(job, PipelineState(), stages)
-    pipeline = load(repository, job.request.task, device, mesh, stages)
+    pipeline = load(repository, job.request, device, mesh, stages)
     if mesh.leads:
         encode(pipeline, clip)
     clip.state = mesh.share(clip.state)

@@ -14,7 +14,7 @@ from tests.parallel import on_ranks
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    options = Options(prompt="a red ball", preset="demo", width=64, height=64, steps=1, density=0.3)
+    options = Options(prompt="a red ball", preset="demo", width=64, height=64, steps=1, density=0.3, offload="layers")
     return Job(resolve(options, seed=7), tmp_path_factory.mktemp("clips") / "clip.mp4")
 
 

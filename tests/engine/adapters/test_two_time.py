@@ -104,8 +104,9 @@ def test_rows_end_where_the_next_step_starts_and_conditions_stay(hyperflow, smal
     finally:
         hook.remove()
     video, audio = (1 - torch.tensor(record["sampler"][f"{kind}_sigmas"]) for kind in ("video", "audio"))
-    assert len(features) == 3
-    for step, pairs in enumerate(features):
+    assert len(features) == 6  # the tables were built from the three before the calls
+    assert all(torch.equal(built, called) for built, called in zip(features[:3], features[3:], strict=True))
+    for step, pairs in enumerate(features[3:]):
         expected = {
             (float(video[step]), float(video[step + 1])),
             (float(audio[step]), float(audio[step + 1])),

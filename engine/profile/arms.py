@@ -115,13 +115,10 @@ class Bench:
 
     def instrument(self, arm: Arm) -> None:
         """One call with every module timed."""
-        arm.run.stage = self.recorder.span
+        arm.run.stage = self.recorder.span_if_watching
         stock = timed_attention(self.recorder) if arm.stock else nullcontext()
-        try:
-            with self.recorder.watching(timed_modules(self.transformer)), self._set_up(arm), stock:
-                self._call(arm)
-        finally:
-            arm.run.stage = nullcontext
+        with self.recorder.watching(timed_modules(self.transformer)), self._set_up(arm), stock:
+            self._call(arm)
         arm.calls.append(self.recorder.totals())
 
     def trace(self, arm: Arm) -> None:

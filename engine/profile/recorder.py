@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,10 @@ class Recorder:
         start = self._now()
         yield
         self._spans.append((name, start, self._now()))
+
+    def span_if_watching(self, name: str) -> AbstractContextManager[None]:
+        """`span` while modules are watched, else nothing."""
+        return self.span(name) if self._handles else nullcontext()
 
     @contextmanager
     def watching(self, modules: list[tuple[str, nn.Module]]) -> Iterator[None]:

@@ -71,7 +71,7 @@ def profile(
     lay_out(pipeline, clip)
     recorder = Recorder(device)
     arms = [
-        Arm(name, start_run(Clip(job, clip.state, stages), mesh, recorder.span))
+        Arm(name, start_run(Clip(job, clip.state, stages), mesh, recorder.span_if_watching))
         for name, job in zip(names, jobs, strict=True)
     ]
     loop = pipeline.blocks.sub_blocks[LOOP]

@@ -1,25 +1,26 @@
-"""Attention of the transformer blocks: diffusers' dense processor, or ours: sparse, or with exchanged heads."""
+"""Attention of the transformer blocks: dense or sparse, with heads exchanged between ranks."""
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_minimax_h3 import (
     MiniMaxH3Attention,
-    MiniMaxH3AttnProcessor,
     MiniMaxH3Transformer3DModel,
     _apply_rotary_emb,
 )
 
+from solgen.engine.dense import Dense, choose_dense, dense_attention
 from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
 from solgen.kernels.block_sparse.validation import choose_impl
 from solgen.kernels.sol_attn1 import SolAttn1Config, sol_attn1
 from solgen.kernels.sol_attn2 import NonFiniteError, SolAttn2Config, SolAttn2Details, fastest_impl, sol_attn2
 from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
+from solgen.kernels.sol_attn2.details import Stage
 from solgen.parallel.ulysses import Ulysses
 from solgen.presets.schema import Attention
 
@@ -32,6 +33,7 @@ class AttentionRun:
         settings: The preset's attention table.
         config: Sol-Attn2's settings made from it; replaced once when a density is solved for.
         video_rows: Rows that may be sparse, [N] bool, on the device.
+        dense: Kernel of the dense blocks.
         ulysses: Exchanges with the ranks that share the sequence; None when there are none.
         fused: Whether the norms and angles of queries and keys are one kernel.
         step: Denoiser call in progress, from 0.
@@ -39,17 +41,20 @@ class AttentionRun:
             tensors that stay on the device until `density_table`.
         histogram: Counts of log shares while a density is being solved for, else None.
         computed_by: Implementation that ran, None while every block is dense.
+        stage: Entered around every "operator" and, within it, around "dense" or the parts of a sparse call.
     """
 
     settings: Attention
     config: SolAttn2Config
     video_rows: torch.Tensor
+    dense: Dense
     ulysses: Ulysses | None = None
     fused: bool = False
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
     histogram: torch.Tensor | None = None
     computed_by: str | None = None
+    stage: Stage = nullcontext
 
     @classmethod
     def start(
@@ -67,7 +72,7 @@ class AttentionRun:
         )
         if settings.backend == "fp8":
             config = dataclasses.replace(config, epsilon=-math.inf, top_k=None, tail="none")
-        return cls(settings, config, video_rows, ulysses, fused)
+        return cls(settings, config, video_rows, choose_dense(settings.dense, video_rows.device), ulysses, fused)
 
     @property
     def impl(self) -> Literal["reference", "triton", "gluon"] | None:
@@ -78,7 +83,7 @@ class AttentionRun:
         """Mark the start of denoiser call `step`."""
         self.step = step
         del self.densities[step:]
-        self.densities.append({})
+        self.densities += [{} for _ in range(step + 1 - len(self.densities))]
 
     def density_table(self) -> list[dict[str, float]]:
         """Measured density of every (step, block) that was sparse, over all heads; the record's one device sync."""
@@ -112,8 +117,10 @@ def check_attention(settings: Attention, device: torch.device, num_blocks: int) 
 
     Raises:
         InputError: one line.
+        SetupError: if the dense kernel that was asked for is not there.
     """
     backend, impl = settings.backend, settings.impl
+    choose_dense(settings.dense, device)
     if backend == "dense":
         return
     listed = [part for part in settings.dense_blocks.split(",") if part]
@@ -138,12 +145,15 @@ def attend(
     if settings.backend in ("sol-attn1", "block-sparse"):
         impl = choose_impl(query, run.impl)
         run.computed_by = impl
-        if settings.backend == "block-sparse":
-            return block_sparse(query, key, value, config=run.config, video_rows=rows, impl=impl, details=True)
-        config = SolAttn1Config(tau=settings.tau, threshold=settings.threshold, sink=settings.sink)
-        return sol_attn1(query, key, value, config=config, video_rows=rows, impl=impl, details=True)
+        with run.stage("attention"):
+            if settings.backend == "block-sparse":
+                return block_sparse(query, key, value, config=run.config, video_rows=rows, impl=impl, details=True)
+            config = SolAttn1Config(tau=settings.tau, threshold=settings.threshold, sink=settings.sink)
+            return sol_attn1(query, key, value, config=config, video_rows=rows, impl=impl, details=True)
     run.computed_by = run.impl or fastest_impl(query, run.config)
-    return sol_attn2(query, key, value, config=run.config, video_rows=rows, impl=run.impl, details=True)
+    return sol_attn2(
+        query, key, value, config=run.config, video_rows=rows, impl=run.impl, details=True, stage=run.stage
+    )
 
 
 class BlockAttention:
@@ -177,10 +187,12 @@ class BlockAttention:
         query, key = self._norm_and_rotate(attn, query, key, rotary_emb)
         if run.ulysses is not None:
             query, key, value = run.ulysses.to_heads(query, key, value)
-        if not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None):
-            output = dispatch_attention_fn(query, key, value)
-        else:
-            output = self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+        with run.stage("operator"):
+            if not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None):
+                with run.stage("dense"):
+                    output = dense_attention(query, key, value, run.dense)
+            else:
+                output = self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
         if run.ulysses is not None:
             output = run.ulysses.to_rows(output)
         return attn.to_out[1](attn.to_out[0](output.flatten(2, 3)))
@@ -223,14 +235,10 @@ class BlockAttention:
 
 
 def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRun) -> None:
-    """Give every transformer block the attention that the request asks for.
-
-    Unfused on one rank, dense blocks keep diffusers' own processor, so a dense run is the stock model.
-    """
+    """Give every transformer block the attention that the request asks for."""
     for index, block in enumerate(transformer.transformer_blocks):
         sparse = run.settings.backend != "dense" and not run.settings.is_dense_block(index)
-        ours = sparse or run.fused or run.ulysses is not None
-        block.attn.set_processor(BlockAttention(index, run, sparse=sparse) if ours else MiniMaxH3AttnProcessor())
+        block.attn.set_processor(BlockAttention(index, run, sparse=sparse))
 
 
 def solve_density(run: AttentionRun) -> None:

@@ -15,8 +15,9 @@ from solgen.engine.adapters.overlay import Overlay, open_overlay
 from solgen.engine.adapters.source import preset_source
 from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
+from solgen.engine.dummy import DummyRepository, RandomWeights, check_memory, open_dummy
 from solgen.engine.fusion import check_fusion
-from solgen.engine.machine import pick_device
+from solgen.engine.machine import model_dtype, pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import check_reference
@@ -58,12 +59,17 @@ def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Reposi
     if any(_components(job.request) != _components(first) for job in jobs):
         raise InputError("the prompts of one command must share a task and a model with its adapters; run them apart")
     device = pick_device(first.preset_name)
-    check_ffmpeg()
-    repository = open_repository(first.preset.model, first.task)
+    dummy = first.text_rows is not None
+    if not dummy:
+        check_ffmpeg()
+    repository = open_dummy(first) if dummy else open_repository(first.preset.model, first.task)
     check_split(num_ranks, dp_size=first.preset.parallel.dp, num_heads=repository.num_heads(first.task))
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
         check_fusion(job.request.preset.fusion, device)
+    if isinstance(repository, DummyRepository):
+        check_memory(RandomWeights(repository, device, model_dtype(device)), device)
+        return device, repository
     check_prompts(jobs, repository)
     H3Processor.from_folders(repository.folders["processor"], repository.folders["tokenizer"])
     return device, dataclasses.replace(repository, overlay=check_adapters(first, repository))
@@ -88,7 +94,7 @@ def check_canvas(canvas: Canvas) -> None:
 def _components(request: Request) -> tuple[object, ...]:
     """What one load of a model serves."""
     preset = request.preset
-    return request.task, preset.model, preset.adapter, preset.lora, preset.memory, request.loras
+    return request.task, preset.model, preset.adapter, preset.lora, preset.memory, request.loras, request.text_rows
 
 
 def check_adapters(request: Request, repository: Repository) -> Overlay | None:

@@ -53,7 +53,7 @@ def denoise(
             before = block_state.latents.clone(), block_state.audio_latents.clone()
             try:
                 if not calibrated:
-                    _calibrate(pipeline, loop, block_state, run)
+                    calibrate(pipeline, loop, block_state, run)
                     calibrated = True
                 run.begin_step(index)
                 pipeline, block_state = loop.loop_step(pipeline, block_state, i=index, t=timestep)
@@ -72,18 +72,29 @@ def denoise(
     loop.set_block_state(state, block_state)
 
 
-def _calibrate(
+def calibrate(
     pipeline: H3Pipeline,
     loop: LoopSequentialPipelineBlocks,
     block_state: BlockState,
     run: AttentionRun,
+    index: int = 0,
 ) -> None:
-    """Forward the first call once, only to see the log shares of its sparse blocks."""
-    run.begin_step(0)
+    """Forward call `index` once, only to see the log shares of its sparse blocks, and solve the density for them."""
     run.histogram = empty_histogram(run.video_rows.device)
-    forward = loop.sub_blocks["denoiser"]
-    forward(pipeline, block_state, i=0, t=block_state.timesteps[0])
+    forward(pipeline, loop, block_state, run, index)
     solve_density(run)
+
+
+def forward(
+    pipeline: H3Pipeline,
+    loop: LoopSequentialPipelineBlocks,
+    block_state: BlockState,
+    run: AttentionRun,
+    index: int,
+) -> None:
+    """Denoiser call `index` without the scheduler's step: leaves `noise_pred` and `audio_noise_pred`."""
+    run.begin_step(index)
+    loop.sub_blocks["denoiser"](pipeline, block_state, i=index, t=block_state.timesteps[index])
 
 
 def _first_bad_block(

@@ -30,7 +30,7 @@ from solgen.engine.schedule import sigma_schedules
 from solgen.engine.sharding import sharded
 from solgen.engine.sidecar import finished_record, finite, latents_digest, request_record
 from solgen.engine.stages import Listener, Stages
-from solgen.errors import SolgenError
+from solgen.errors import InputError, SolgenError
 from solgen.kernels.sol_attn2.config import BLOCK
 from solgen.parallel.agree import gather, share, together
 from solgen.parallel.launch import unwinding
@@ -40,6 +40,9 @@ from solgen.parallel.world import World
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
 """Blocks that read the prompt and the media; they run for every clip before the conditioner is freed."""
+
+LOOP = "denoise.denoise"
+"""The block that calls the transformer."""
 
 
 @dataclass
@@ -86,6 +89,8 @@ def generate(
         SolgenError: one line; nothing is written for a clip that failed, except kept latents.
     """
     world = world or World()
+    if any(job.request.text_rows is not None for job in jobs):
+        raise InputError("random weights make no clip; --dummy-weights belongs to solgen profile")
     # One rank looks: another may already be writing the first clip.
     finished = share(world, lambda: finished_records(jobs, overwrite=overwrite)) if resume else {}
     waiting = [job for job in jobs if job.output not in finished]
@@ -168,6 +173,15 @@ def tell(repository: Repository, listener: Listener) -> None:
 
 def encode(pipeline: H3Pipeline, clip: Clip) -> None:
     """Run the blocks that read the prompt and the media."""
+    take_inputs(pipeline, clip)
+    with clip.stages.stage("encode"), torch.no_grad():
+        for name, block in pipeline.blocks.sub_blocks.items():
+            if name in CONDITIONS:
+                block(pipeline, clip.state)
+
+
+def take_inputs(pipeline: H3Pipeline, clip: Clip) -> None:
+    """Put the request's own values and media into the state."""
     request, state = clip.request, clip.state
     canvas = request.preset.canvas
     reference_canvas = partial(
@@ -192,13 +206,9 @@ def encode(pipeline: H3Pipeline, clip: Clip) -> None:
     }
     for name, value in inputs.items():
         state.set(name, value)
-    with clip.stages.stage("encode"), torch.no_grad():
-        for name, block in pipeline.blocks.sub_blocks.items():
-            if name in CONDITIONS:
-                block(pipeline, state)
 
 
-def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span: Span = nullcontext) -> None:
+def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh) -> None:
     """Lay out the sequence, draw the noise and denoise it; leaves `clip.latents`, the same on every rank.
 
     Args:
@@ -206,43 +216,60 @@ def sample(pipeline: H3Pipeline, clip: Clip, on_step: StepHook, mesh: Mesh, span
         clip: Encoded.
         on_step: Called after every denoiser call.
         mesh: Ranks that share the sequence.
-        span: Surrounds every exchange between them.
     """
     state, preset = clip.state, clip.request.preset
-    video_sigmas, audio_sigmas = sigma_schedules(preset.sampler)
+    lay_out(pipeline, clip)
+    transformer = getattr(pipeline, transformer_name(clip.request.task))
+    clip.run = start_run(clip, mesh)
+    install_attention(transformer, clip.run)
+    with (
+        fused(transformer, clip.run.fused),
+        sharded(transformer, clip.run.ulysses),
+        clip.stages.stage("denoise", total=preset.sampler.steps) as advance,
+    ):
+
+        def step(index: int, video: torch.Tensor, audio: torch.Tensor) -> None:
+            on_step(index, video, audio)
+            advance()
+
+        denoise(pipeline, pipeline.blocks.sub_blocks[LOOP], state, transformer, clip.run, step)
+    clip.facts = _facts(clip)
+    clip.facts["adaln"] = {"table_bytes": pipeline.tables.nbytes if pipeline.tables else None}
+    with torch.no_grad():
+        pipeline.blocks.sub_blocks["denoise.after_denoise"](pipeline, state)
+    clip.latents = Latents(state.get("latents"), state.get("audio_latents"))
+
+
+def lay_out(pipeline: H3Pipeline, clip: Clip) -> None:
+    """Run the blocks between the conditioner and the loop: layout, noise, noise levels; prepare their AdaLN tables."""
+    state = clip.state
+    video_sigmas, audio_sigmas = sigma_schedules(clip.request.preset.sampler)
     state.set("video_sigmas", video_sigmas)
     state.set("audio_sigmas", audio_sigmas)
-    transformer = getattr(pipeline, transformer_name(clip.request.task))
-    state.set("two_times", takes_two_times(transformer))
-    for name, block in pipeline.blocks.sub_blocks.items():
-        if name in CONDITIONS or name.startswith("decode"):
-            continue
-        if name != "denoise.denoise":
-            with torch.no_grad():
+    state.set("two_times", takes_two_times(getattr(pipeline, transformer_name(clip.request.task))))
+    with torch.no_grad():
+        for name, block in pipeline.blocks.sub_blocks.items():
+            if name == LOOP:
+                break
+            if name not in CONDITIONS:
                 block(pipeline, state)
-            continue
-        if pipeline.tables is not None:
-            with clip.stages.stage("AdaLN tables"):
-                pipeline.tables.prepare(state.get("row_timestep_plan"))
-        video_rows = state.get("token_order").video_rows
-        ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
-        fuse = runs_fused(preset.fusion, video_rows.device)
-        clip.run = AttentionRun.start(preset.attention, video_rows, ulysses, fused=fuse)
-        install_attention(transformer, clip.run)
-        with (
-            fused(transformer, fuse),
-            sharded(transformer, ulysses),
-            clip.stages.stage("denoise", total=preset.sampler.steps) as advance,
-        ):
+    if pipeline.tables is not None:
+        with clip.stages.stage("AdaLN tables"):
+            pipeline.tables.prepare(state.get("row_timestep_plan"))
 
-            def step(index: int, video: torch.Tensor, audio: torch.Tensor, advance=advance) -> None:
-                on_step(index, video, audio)
-                advance()
 
-            denoise(pipeline, block, state, transformer, clip.run, step)
-        clip.facts = _facts(clip, video_sigmas, audio_sigmas)
-        clip.facts["adaln"] = {"table_bytes": pipeline.tables.nbytes if pipeline.tables else None}
-    clip.latents = Latents(state.get("latents"), state.get("audio_latents"))
+def start_run(clip: Clip, mesh: Mesh, span: Span = nullcontext) -> AttentionRun:
+    """What the attention processors share, for a sequence that is laid out.
+
+    Args:
+        clip: Laid out.
+        mesh: Ranks that share the sequence.
+        span: Surrounds every exchange between them.
+    """
+    preset = clip.request.preset
+    video_rows = clip.state.get("token_order").video_rows
+    ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
+    return AttentionRun.start(preset.attention, video_rows, ulysses, fused=runs_fused(preset.fusion, video_rows.device))
 
 
 def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> dict[str, Any]:
@@ -283,10 +310,11 @@ def record(
     }
 
 
-def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -> dict[str, Any]:
+def _facts(clip: Clip) -> dict[str, Any]:
     """What the run measured and resolved beyond the request."""
     run, state = clip.run, clip.state
     assert run is not None
+    video_sigmas, audio_sigmas = state.get("video_sigmas"), state.get("audio_sigmas")
     rows = {name: state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")}
     return {
         "sequence": {
@@ -304,6 +332,7 @@ def _facts(clip: Clip, video_sigmas: torch.Tensor, audio_sigmas: torch.Tensor) -
         "attention": {
             "backend": run.settings.backend,
             "impl": run.computed_by,
+            "dense": run.dense,
             "epsilon": finite(run.config.epsilon),
             "density": [{block: finite(value) for block, value in row.items()} for row in run.density_table()],
         },

@@ -122,9 +122,9 @@ def task_blocks(task: Task) -> SequentialPipelineBlocks:
     return SequentialPipelineBlocks.from_blocks_dict(blocks)
 
 
-def empty_pipeline(task: Task, repository: Path) -> H3Pipeline:
-    """The task's pipeline over a local repository, without weights."""
-    return H3Pipeline(blocks=task_blocks(task), pretrained_model_name_or_path=str(repository))
+def empty_pipeline(task: Task, repository: Path | None) -> H3Pipeline:
+    """The task's pipeline over a local repository or over none, without weights."""
+    return H3Pipeline(blocks=task_blocks(task), pretrained_model_name_or_path=repository and str(repository))
 
 
 def transformer_name(task: Task) -> str:

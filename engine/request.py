@@ -45,6 +45,7 @@ class Request:
         last_image: Last keyframe.
         references: ref2va references in order.
         loras: Adapters beside the preset's own, in order.
+        text_rows: Rows of the random prompt of a model with random weights; None for a real one.
         notes: Lines the user should see, such as a rounded duration.
     """
 
@@ -57,6 +58,7 @@ class Request:
     last_image: Path | None = None
     references: tuple[Reference, ...] = ()
     loras: tuple[Source, ...] = ()
+    text_rows: int | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 

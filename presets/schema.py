@@ -176,6 +176,7 @@ class Attention(Table):
         backend: "sol-attn2"; for comparison "sol-attn1" (Sol-Attn 1.0), "block-sparse" (Sol-Attn2's route, no tail,
             16 bit), "fp8" (Sol-Attn2's kernel with every block kept); or "dense".
         impl: Implementation of the backend; "auto" takes the fastest that supports the machine.
+        dense: Kernel of the dense blocks: FlashAttention 3, cuDNN's, PyTorch's choice, or "auto" for the fastest.
         epsilon: Share threshold of the router in nats.
         density: Solve epsilon for this share of kept block pairs with one calibration call, instead.
         top_k: Keep this fixed fraction of key blocks per query block, instead.
@@ -192,6 +193,7 @@ class Attention(Table):
 
     backend: Literal["sol-attn2", "sol-attn1", "block-sparse", "fp8", "dense"] = "sol-attn2"
     impl: Literal["auto", "reference", "triton", "gluon"] = "auto"
+    dense: Literal["auto", "fa3", "cudnn", "sdpa"] = "auto"
     epsilon: Epsilon = 0.47
     density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
     top_k: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None

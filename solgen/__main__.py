@@ -37,6 +37,10 @@ FOREIGN_OPTIONS = {
 """Spellings that users bring from other tools, and ours."""
 
 
+OF_PROFILE = ("--dummy-weights", "--text-rows")
+"""Options that make no clip."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit.
 
@@ -102,6 +106,8 @@ def quiet_libraries() -> None:
 def _usage(error: Exception) -> str:
     """One line for a wrong option, naming ours when the spelling is another tool's."""
     option = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption" and option in OF_PROFILE:
+        return f"no option {option}; it belongs to solgen profile, which makes no clip"
     if type(error).__name__ == "NoSuchOption" and option in FOREIGN_OPTIONS:
         return f"no option {option}; use {FOREIGN_OPTIONS[option]}"
     text = " ".join(error.format_message().split())  # type: ignore[attr-defined]

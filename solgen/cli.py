@@ -119,41 +119,52 @@ def profile(
     seconds: options.Seconds = None,
     num_frames: options.NumFrames = None,
     model: options.Model = None,
-    attention: options.Attention = None,
+    attention: options.Attentions = None,
     epsilon: options.Epsilon = None,
     density: options.Density = None,
     tail: options.Tail = None,
     lora: options.Lora = None,
     lora_mode: options.LoraMode = None,
     offload: options.Offload = None,
+    dummy_weights: options.DummyWeights = False,
+    text_rows: options.TextRows = None,
+    runs: options.Runs = 3,
     gpus: options.Gpus = None,
+    trace: options.Trace = None,
+    plot: options.Plot = None,
     config: options.Config = None,
     set_keys: options.Set = None,
     as_json: options.Json = False,
     debug: options.Debug = False,
 ) -> None:
-    """Run a request without writing it and show where its time goes."""
+    """Make one denoiser call of a request, attended one way or several, and show where its time goes."""
     given = dict(locals())
-    from solgen.engine.batch import Job
-    from solgen.engine.request import resolve
+    from solgen.engine.profile.plan import plan_arms
+
+    names = attention.split(",") if attention else None
+    plan = partial(plan_arms, options.request_options(given), names, dummy=dummy_weights, text_rows=text_rows)
     from solgen.ranks import run
 
-    def plan() -> list[Job]:
-        return [Job(resolve(options.request_options(given), seed=0), Path())]
+    jobs, report = run(_profile, plan, gpus=gpus, debug=debug, names=names, runs=runs, trace=trace)
+    if not jobs:
+        return
+    from solgen.engine.bench.show import show
+    from solgen.engine.profile.show import headline, tables
+    from solgen.engine.profile.show import plot as draw
 
-    jobs, report = run(_profile, plan, gpus=gpus, debug=debug)
-    if as_json and jobs:
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
         print(json.dumps(report))
-    elif jobs:
-        from solgen.console import profile_table
-
-        profile_table(report)
+    else:
+        print(headline(report))
+        show(tables(report))
 
 
 def _profile(jobs: Any, listener: Any, **options: Any) -> Any:
-    from solgen.engine.profile import profile
+    from solgen.engine.profile.run import profile
 
-    return profile(jobs[0].request, listener, **options)
+    return profile(jobs, listener, **options)
 
 
 @app.command()

@@ -1,11 +1,9 @@
 """Progress on stderr: bars on a terminal, plain lines elsewhere. Results alone go to stdout."""
 
 from types import TracebackType
-from typing import Any
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 
 class Console:
@@ -52,20 +50,3 @@ class Console:
     def note(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, soft_wrap=True)
-
-
-def profile_table(report: dict[str, Any]) -> None:
-    """Print the stages and the parts of a denoiser call on stdout."""
-    console = rich.console.Console(highlight=False)
-    facts = report["facts"]
-    console.print(" · ".join(f"{key} {value}" for key, value in facts.items()), soft_wrap=True)
-    table = Table("denoiser call", "ms", "share", "calls")
-    total = report["call_ms"]
-    for row in report["modules"]:
-        table.add_row(row["name"], f"{row['ms']:.1f}", f"{100 * row['ms'] / total:.1f} %", str(row["calls"]))
-    table.add_row("total", f"{total:.1f}", "100.0 %", "1", style="bold")
-    console.print(table)
-    stages = Table("stage", "s")
-    for name, seconds in report["stages"].items():
-        stages.add_row(name, f"{seconds:.2f}")
-    console.print(stages)

@@ -29,6 +29,20 @@ Seconds = Annotated[float | None, Option(help="Length, rounded up to 17 n + 5 fr
 NumFrames = Annotated[int | None, Option(help="Length in frames, 17 n + 5.")]
 Model = Annotated[str | None, Option(help="Folder or Hub repository in diffusers format.", metavar="PATH|REPO")]
 Attention = Annotated[str | None, Option(help="sol-attn2, dense; for comparison sol-attn1, block-sparse, fp8.")]
+Attentions = Annotated[
+    str | None,
+    Option(
+        "--attention",
+        help="Ways to attend, side by side: those of generate, and stock for diffusers' own call.",
+        show_default="the preset's",
+        metavar="A,B",
+    ),
+]
+DummyWeights = Annotated[bool, Option("--dummy-weights", help="Random weights and prompt: speed without the model.")]
+TextRows = Annotated[int | None, Option(help="Rows of the random prompt.", show_default="40, 38 at 1080p", metavar="N")]
+Runs = Annotated[int, Option(help="Instrumented calls of each; the median one is shown.", metavar="N")]
+Trace = Annotated[Path | None, Option(help="Write a Chrome trace of one call of each here.", metavar="FILE")]
+Plot = Annotated[Path | None, Option(help="Draw the parts as stacked bars here.", metavar="FILE")]
 Epsilon = Annotated[float | None, Option(help="Router threshold in nats above the uniform share.")]
 Density = Annotated[float | None, Option(help="Solve the threshold for this share of kept blocks.")]
 Tail = Annotated[str | None, Option(help="slots, anchors or none.")]

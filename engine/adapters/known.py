@@ -24,6 +24,7 @@ class Known:
         video_shift: Shift of the video schedule.
         audio_shift: Shift of the audio schedule.
         tasks: What it was distilled for.
+        two_times: Whether its timesteps are (t, r) pairs.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Known:
     positions: tuple[float, ...] | None = None
     video_shift: float = 12.0
     audio_shift: float = 3.0
+    two_times: bool = False
 
 
 FASTH3_POSITIONS = (0.999, 0.749, 0.5, 0.25, 0.0)
@@ -72,6 +74,7 @@ KNOWN = (
         tasks=("t2va", "fl2va", "ref2va"),
         steps=8,
         positions=HYPERFLOW_POSITIONS,
+        two_times=True,
     ),
     _turbo("fl2v", 4, "0.1", 8, 12),
     _turbo("fl2v", 4, "1.0", 128, 6, "_768p"),

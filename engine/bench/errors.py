@@ -90,7 +90,8 @@ def _measure(inputs: Inputs, settings: ErrorSettings) -> dict[str, Any]:
     chosen = variants(sol_attn2.config)
     cases = others + [replace(sol_attn2, config=config) for _, _, config in chosen]
     on_kernels = inputs[0].is_cuda and settings.impl != "reference"
-    outputs = [_of_kernel(arm, inputs, blocks) for arm in cases] if on_kernels else [None] * len(cases)
+    outputs: list[tuple[torch.Tensor, torch.Tensor | None] | None]
+    outputs = [_of_kernel(arm, inputs, blocks) if on_kernels else None for arm in cases]
     cases.append(replace(sol_attn2, name="shared-pivot"))  # no kernel has it
     outputs.append(None)
     heads = [_head_errors(h, cases, outputs, inputs, blocks) for h in range(inputs[0].shape[1])]

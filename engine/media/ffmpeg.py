@@ -14,8 +14,6 @@ from pathlib import Path
 from threading import Thread
 from typing import IO
 
-import imageio_ffmpeg
-
 from solgen.errors import SetupError
 
 ENCODERS = ("libx264", "aac")
@@ -53,6 +51,10 @@ class Ffmpeg:
     @classmethod
     def find(cls) -> "Ffmpeg":
         """The binary that imageio-ffmpeg brought along, or SetupError if there is none."""
+        try:
+            import imageio_ffmpeg
+        except ImportError:
+            raise SetupError("imageio-ffmpeg is not installed; pip install imageio-ffmpeg") from None
         try:
             return cls(imageio_ffmpeg.get_ffmpeg_exe())
         except RuntimeError as error:

@@ -1,11 +1,12 @@
 """Public entry of Sol-Attn2: checks its arguments and hands the call to one implementation."""
 
+from contextlib import nullcontext
 from typing import Literal, overload
 
 import torch
 
 from solgen.kernels.sol_attn2.config import SolAttn2Config
-from solgen.kernels.sol_attn2.details import SolAttn2Details
+from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
 from solgen.kernels.sol_attn2.reference.forward import sol_attn2_reference
 from solgen.kernels.sol_attn2.validation import IMPLS, validate_finite, validate_gpu, validate_inputs
 
@@ -23,6 +24,7 @@ def sol_attn2(
     scale: float | None = None,
     impl: Impl | None = None,
     details: Literal[False] = False,
+    stage: Stage = nullcontext,
 ) -> torch.Tensor: ...
 
 
@@ -37,6 +39,7 @@ def sol_attn2(
     scale: float | None = None,
     impl: Impl | None = None,
     details: Literal[True],
+    stage: Stage = nullcontext,
 ) -> tuple[torch.Tensor, SolAttn2Details]: ...
 
 
@@ -50,6 +53,7 @@ def sol_attn2(
     scale: float | None = None,
     impl: Impl | None = None,
     details: bool = False,
+    stage: Stage = nullcontext,
 ) -> torch.Tensor | tuple[torch.Tensor, SolAttn2Details]:
     """Sparse attention that keeps the blocks a router selects and compresses the others into one tail block.
 
@@ -64,6 +68,7 @@ def sol_attn2(
         impl: Who computes it. An explicit choice never falls back to another; None takes the fastest that
             covers the inputs.
         details: Also return row sums, route and density.
+        stage: Entered around every part of the call, see `Stage`.
 
     Returns:
         The output, [B, H, N, 128] in the inputs' dtype, and with `details` a `SolAttn2Details`.
@@ -78,14 +83,24 @@ def sol_attn2(
     chosen = impl or fastest_impl(query, config)
     if chosen == "reference":
         validate_finite(query=query, key=key, value=value)
-        output, report = sol_attn2_reference(query, key, value, config=config, video_rows=video_rows, scale=scale)
+        output, report = sol_attn2_reference(
+            query, key, value, config=config, video_rows=video_rows, scale=scale, stage=stage
+        )
         return (output, report) if details else output
     validate_gpu(query, config, chosen)
     # Triton is imported only when it is used: CPU installations may not have it.
     from solgen.kernels.sol_attn2.triton.forward import sol_attn2_forward
 
     return sol_attn2_forward(
-        query, key, value, config=config, video_rows=video_rows, scale=scale, impl=chosen, details=details
+        query,
+        key,
+        value,
+        config=config,
+        video_rows=video_rows,
+        scale=scale,
+        impl=chosen,
+        details=details,
+        stage=stage,
     )
 
 

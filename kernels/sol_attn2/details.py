@@ -1,8 +1,15 @@
-"""What a Sol-Attn2 call can report beside its output."""
+"""What a Sol-Attn2 call can report beside its output, and while it runs."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+Stage = Callable[[str], AbstractContextManager[Any]]
+"""Entered around every part of a call, "prepare", "route", "tail" and "attention", which do not overlap; timers hook
+in here."""
 
 
 @dataclass(frozen=True)

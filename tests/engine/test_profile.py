@@ -1,52 +1,165 @@
-"""The profile adds up, and leaves the transformer as it was."""
+"""The profile adds up, compares arms on the same inputs, and leaves the transformer as it was."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from solgen.engine.profile import call_breakdown, profile
+from solgen.engine.bench.show import show
+from solgen.engine.dummy import RandomWeights, open_dummy
+from solgen.engine.profile.breakdown import breakdown, timed_modules
+from solgen.engine.profile.plan import plan_arms
+from solgen.engine.profile.recorder import Recorder, Total
+from solgen.engine.profile.run import profile
+from solgen.engine.profile.show import headline, plot, tables
+from solgen.engine.profile.stock import stock_model
+from solgen.engine.request import Options
+from solgen.engine.stages import Silent
+from solgen.errors import InputError
+
+CPU = torch.device("cpu")
+SMALL = {"prompt": "a red ball", "preset": "demo", "width": 64, "height": 64, "steps": 2}
+ARMS = ["stock", "dense", "sol-attn2"]
 
 
-@pytest.fixture
-def report(small_job, listener) -> dict:
-    return profile(small_job(steps=2).request, listener)
+def plan(names: list[str] | None, *, dummy: bool = True, text_rows: int | None = None, **options):
+    return plan_arms(Options(**SMALL | options), names, dummy=dummy, text_rows=text_rows)
 
 
-def test_rows_add_up_to_the_call(report: dict) -> None:
-    names = [row["name"] for row in report["modules"]]
-    assert names[0] == "attention, rotary"
-    assert names[-1] == "unattributed"
-    assert sum(row["ms"] for row in report["modules"]) == pytest.approx(report["call_ms"], rel=1e-6)
-    assert all(row["ms"] >= 0 for row in report["modules"])
+@pytest.fixture(scope="module")
+def report() -> dict:
+    return profile(plan(ARMS, density=0.3, text_rows=5), Silent(), names=ARMS, runs=2)
 
 
-def test_facts_say_what_was_measured(report: dict) -> None:
+@pytest.mark.parametrize("index", range(3), ids=ARMS)
+def test_rows_add_up_to_the_call(report: dict, index: int) -> None:
+    arm = report["arms"][index]
+    assert arm["name"] == ARMS[index]
+    wholes = {row["name"]: row for row in arm["modules"] if row["part_of"] is None}
+    assert next(iter(wholes)) == "attention"
+    assert list(wholes)[-1] == "unattributed"
+    assert sum(row["ms"] for row in wholes.values()) == pytest.approx(arm["instrumented_ms"], rel=1e-9)
+    for name, whole in wholes.items():
+        if inner := [row["ms"] for row in arm["modules"] if row["part_of"] == name]:
+            assert sum(inner) == pytest.approx(whole["ms"], rel=1e-9, abs=1e-9)
+    assert all(row["ms"] >= 0 for row in arm["modules"])
+    assert arm["call_ms"] > arm["without_attention_ms"] > 0
+    assert arm["least_ms"] <= arm["instrumented_ms"] <= arm["most_ms"]
+
+
+def test_every_arm_has_the_same_rows_and_its_own_operator(report: dict) -> None:
+    stock, dense, sparse = ({row["name"]: row for row in arm["modules"]} for arm in report["arms"])
+    assert list(stock) == list(dense) == list(sparse)
+    stages = ("prepare: quantise, pool", "route", "tail", "kernel")
+    assert all(sparse[name]["calls"] > 0 and sparse[name]["ms"] > 0 for name in stages)
+    assert not any(stock[name]["calls"] or dense[name]["calls"] for name in stages)
+    assert [arm["dense blocks"]["calls"] for arm in (stock, dense, sparse)] == [6, 6, 2]
+    assert all(arm["QKV"]["calls"] == 18 and arm["up"]["calls"] == 6 for arm in (stock, dense, sparse))
+
+
+def test_arms_say_what_ran(report: dict) -> None:
+    stock, dense, sparse = report["arms"]
+    assert [arm["dense"] for arm in report["arms"]] == ["native", "sdpa", "sdpa"]
+    assert [arm["sparse_blocks"] for arm in report["arms"]] == [0, 0, 4]
+    assert [arm["impl"] for arm in report["arms"]] == [None, None, "reference"]
+    assert (stock["density"], dense["density"]) == (None, None)
+    # Two video blocks a side: four eligible pairs a head, of which whole ones are kept.
+    assert sparse["density"] == pytest.approx(0.3, abs=0.1)
+    assert sparse["speedup"]["stock"] == pytest.approx(stock["call_ms"] / sparse["call_ms"])
+    assert sparse["ceiling"] > sparse["speedup"]["stock"]
     facts = report["facts"]
-    assert facts["preset"] == "demo"
-    assert facts["rows"] == 37 * 4 + 414 + 3
-    assert (facts["calls measured"], facts["warm-up calls left out"]) == (1, 1)
-    assert 0 <= facts["density"] <= 1
-    assert set(report["stages"]) == {"load", "encode", "AdaLN tables", "denoise", "decode audio", "decode video"}
+    assert (facts["rows"], facts["video rows"], facts["text rows"]) == (37 * 4 + 414 + 5, 37 * 4, 5)
+    assert facts["weights"] == "random weights"
+    assert set(report["stages"]) == {"load", "AdaLN tables", "warm-up", "denoiser calls"}
+    assert [arm["adaln"] for arm in report["arms"]] == ["projections", "tables", "tables"]
+    assert [arm["fusion"] for arm in report["arms"]] == [False] * 3
+
+
+def test_a_model_with_files_is_encoded_and_decoded_too() -> None:
+    report = profile(plan(None, dummy=False), Silent(), runs=1)
+    assert [arm["name"] for arm in report["arms"]] == ["sol-attn2"]
+    stages = {"load", "encode", "AdaLN tables", "warm-up", "denoiser calls", "decode audio", "decode video"}
+    assert set(report["stages"]) == stages
+    assert report["facts"]["weights"] == "demo"
+
+
+def test_dense_steps_are_left_out() -> None:
+    jobs = plan(None, sets=("attention.dense_steps=1",), text_rows=5)
+    report = profile(jobs, Silent(), runs=1)
+    assert report["arms"][0]["sparse_blocks"] == 4
+    assert report["facts"]["denoiser call"] == "2 of 2, on noise"
+
+
+def test_show_plot_and_json(report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+    assert "rows 567 " in headline(report)
+    show(tables(report))
+    shown = capsys.readouterr().out
+    assert all(row["name"] in shown for row in report["arms"][0]["modules"])
+    pytest.importorskip("matplotlib", reason="the plot extra brings it")
+    plot(report, tmp_path / "new" / "parts.png")
+    assert (tmp_path / "new" / "parts.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trace_holds_a_call_of_every_arm(tmp_path: Path) -> None:
+    names = ["stock", "sol-attn2"]
+    profile(plan(names, text_rows=5), Silent(), names=names, runs=1, trace=tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert set(names) <= {event.get("name") for event in events}
 
 
 def test_breakdown_subtracts_nested_groups() -> None:
-    call = {
-        "call": 100.0, "edges": 5.0, "block": 90.0, "attention module": 50.0, "projections": 12.0,
-        "qk norms": 3.0, "norms": 7.0, "ffn": 20.0, "adaln": 6.0,
+    spans = {
+        "call": (100, 1), "ends": (5, 10), "block": (90, 6), "adaln": (6, 6), "attention module": (50, 6),
+        "qkv": (9, 18), "out": (3, 6), "operator": (30, 6), "dense": (4, 2), "prepare": (1, 4), "route": (2, 4),
+        "tail": (3, 4), "attention": (18, 4), "swiglu module": (14, 6), "up": (12, 6), "down": (6, 6), "heads": (5, 12),
     }  # fmt: skip
-    rows = {row["name"]: row["ms"] for row in call_breakdown([call], blocks=6)}
-    assert rows["attention, rotary"] == 50 - 12 - 3
-    assert rows["modulation, residuals"] == 90 - 50 - 20 - 6 - (7 - 3)
+    rows = {row["name"]: row["ms"] for row in breakdown({name: Total(*total) for name, total in spans.items()})}
+    assert rows["attention"] == 30
+    assert rows["densities"] == 30 - 4 - 1 - 2 - 3 - 18
+    assert rows["qk norms, rotary"] == 50 - 12 - 30 - 5
+    assert rows["norms, modulation, residuals"] == 90 - 50 - 20 + 3
+    assert rows["SwiGLU"] == 2
     assert rows["unattributed"] == 5
-    assert sum(rows.values()) == 100
 
 
 def test_hooks_are_gone_afterwards() -> None:
-    from diffusers import MiniMaxH3Transformer3DModel
-
-    from solgen.engine.profile import module_clock
-    from solgen.presets.demo import demo_model_path
-
-    model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer")
-    with module_clock(model, torch.device("cpu")):
+    model = weights().transformer()
+    with Recorder(CPU).watching(timed_modules(model)):
         assert any(module._forward_hooks for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_stock_model_borrows_projections_that_tables_replaced() -> None:
+    source = weights()
+    model = source.transformer()
+    real = model.transformer_blocks[2].adaln_proj.linear.weight.clone()
+    table = nn.Identity()
+    model.transformer_blocks[2].adaln_proj.linear = table
+    with stock_model(model, CPU, source):
+        assert torch.equal(model.transformer_blocks[2].adaln_proj.linear.weight, real)
+    assert model.transformer_blocks[2].adaln_proj.linear is table
+    with pytest.raises(InputError, match="tables have replaced"), stock_model(model, CPU, None):
+        pass
+
+
+REFUSED = {
+    "twice": (lambda: plan(["dense", "dense"]), "lists 'dense' twice"),
+    "unknown": (lambda: plan(["dense", "sage"]), "attention.backend"),
+    "rows of a real prompt": (lambda: plan(None, dummy=False, text_rows=4), "goes with --dummy-weights"),
+    "a model": (lambda: plan(None, model="demo"), "leave --model out"),
+    "no rows": (lambda: profile(plan(None, text_rows=0), Silent()), "--text-rows 0; expected 1 or more"),
+    "no runs": (lambda: profile(plan(None), Silent(), runs=0), "--runs 0; expected 1 or more"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(call, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def weights() -> RandomWeights:
+    return RandomWeights(open_dummy(plan(None)[0].request), CPU, torch.float32)

@@ -7,9 +7,9 @@ import torch
 
 from solgen.kernels.block_sparse.triton.attention import attend, tileable
 from solgen.kernels.sol_attn2.config import SolAttn2Config
-from solgen.kernels.sol_attn2.details import SolAttn2Details, unpack_route
+from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage, unpack_route
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
-from solgen.kernels.sol_attn2.triton.forward import Stage, head_groups
+from solgen.kernels.sol_attn2.triton.forward import head_groups
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 

@@ -10,9 +10,8 @@ from solgen.kernels.sol_attn1.config import SolAttn1Config
 from solgen.kernels.sol_attn1.thresholds import row_thresholds
 from solgen.kernels.sol_attn1.triton.attention import attend
 from solgen.kernels.sol_attn1.triton.route import pool_blocks, select
-from solgen.kernels.sol_attn2.details import SolAttn2Details, unpack_route
+from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage, unpack_route
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
-from solgen.kernels.sol_attn2.triton.forward import Stage
 
 
 def sol_attn1_forward(

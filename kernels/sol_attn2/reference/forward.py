@@ -6,12 +6,13 @@ section 5).
 """
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from solgen.kernels.sol_attn2.config import SLOTS, SolAttn2Config
-from solgen.kernels.sol_attn2.details import SolAttn2Details
+from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
 from solgen.kernels.sol_attn2.reference.blocks import Blocks, make_blocks, mixed_blocks
 from solgen.kernels.sol_attn2.reference.exact import ExactHead
 from solgen.kernels.sol_attn2.reference.fp8 import Fp8Head
@@ -34,6 +35,7 @@ def sol_attn2_reference(
     config: SolAttn2Config,
     video_rows: torch.Tensor | None,
     scale: float | None,
+    stage: Stage = nullcontext,
 ) -> tuple[torch.Tensor, SolAttn2Details]:
     """Sol-Attn2 of query, key and value [B, H, N, 128]; see `solgen.kernels.sol_attn2.api.sol_attn2`.
 
@@ -45,7 +47,7 @@ def sol_attn2_reference(
     blocks = make_blocks(num_rows, mixed, dtype)
     softmax_scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     results = [
-        attend_head(q.to(dtype), k.to(dtype), v.to(dtype), blocks, softmax_scale, config)
+        attend_head(q.to(dtype), k.to(dtype), v.to(dtype), blocks, softmax_scale, config, stage)
         for q, k, v in zip(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), strict=True)
     ]
     outputs, lses, routes = (torch.stack(part).unflatten(0, (batch, heads)) for part in zip(*results, strict=True))
@@ -59,21 +61,26 @@ def attend_head(
     blocks: Blocks,
     scale: float,
     config: SolAttn2Config,
+    stage: Stage = nullcontext,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Output [N, D], natural-log denominators [N] and route [NB, NB] of one head's [N, D] inputs."""
-    q_rows, k_rows, v_rows = blocks.split(query), blocks.split(key), blocks.split(value)
-    q_units, k_units, v_units = (router_means(rows, blocks, config.precision) for rows in (q_rows, k_rows, v_rows))
-    kept = select_blocks(q_units, k_units, blocks, scale, config)
-    head = (
-        Fp8Head(q_rows, k_rows, v_rows, blocks, scale, config)
-        if config.precision == "fp8"
-        else ExactHead(q_rows, k_rows, v_rows, blocks, scale)
-    )
-    if config.tail != "none":
-        num_anchors = NUM_ANCHORS[config.tail]
-        anchors = blocks.group_means(q_units, num_anchors)
-    if config.tail in ("slots", "anchors"):
-        slots = arrange_slots(k_units, v_units, blocks, SLOTS // num_anchors)
+    with stage("prepare"):
+        q_rows, k_rows, v_rows = blocks.split(query), blocks.split(key), blocks.split(value)
+        q_units, k_units, v_units = (router_means(rows, blocks, config.precision) for rows in (q_rows, k_rows, v_rows))
+        head = (
+            Fp8Head(q_rows, k_rows, v_rows, blocks, scale, config)
+            if config.precision == "fp8"
+            else ExactHead(q_rows, k_rows, v_rows, blocks, scale)
+        )
+    with stage("route"):
+        kept = select_blocks(q_units, k_units, blocks, scale, config)
+        chunks = list(selections(kept))
+    with stage("tail"):
+        if config.tail != "none":
+            num_anchors = NUM_ANCHORS[config.tail]
+            anchors = blocks.group_means(q_units, num_anchors)
+        if config.tail in ("slots", "anchors"):
+            slots = arrange_slots(k_units, v_units, blocks, SLOTS // num_anchors)
 
     def surrogates(rows: torch.Tensor) -> Surrogates:
         if config.tail == "whole":
@@ -82,10 +89,12 @@ def attend_head(
 
     def attend(selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
         has_tail = config.tail != "none" and selection.width < blocks.num_blocks
-        return head.attend(selection, surrogates(selection.rows) if has_tail else None)
+        with stage("tail"):
+            tail = surrogates(selection.rows) if has_tail else None
+        with stage("attention"):
+            return head.attend(selection, tail)
 
     recompute = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    chunks = list(selections(kept))
     parts = [checkpoint(attend, chunk, use_reentrant=False) if recompute else attend(chunk) for chunk in chunks]
     order = torch.cat([chunk.rows for chunk in chunks]).argsort()
     output, lse = (torch.cat(part)[order].flatten(0, 1)[: blocks.num_rows] for part in zip(*parts, strict=True))

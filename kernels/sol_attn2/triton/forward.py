@@ -4,24 +4,21 @@ No stage waits for the device and every grid depends on shapes alone, so a call 
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Literal
 
 import torch
 
 from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, SLOTS, SolAttn2Config
-from solgen.kernels.sol_attn2.details import SolAttn2Details
+from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
 from solgen.kernels.sol_attn2.triton.histogram import add_share_histogram
 from solgen.kernels.sol_attn2.triton.operands import Tail
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows, prepare
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 from solgen.kernels.sol_attn2.triton.tail import compress
-
-Stage = Callable[[str], AbstractContextManager]
-"""Entered around every stage of every head group, with the stage's name; timers hook in here."""
 
 GROUP_BYTES = 6 * 2**30
 """Device memory that the operands, routes and surrogates of one head group may take."""

@@ -8,8 +8,9 @@ import torch
 
 from solgen.__main__ import main
 from solgen.engine.adapters.header import file_sha256
+from solgen.engine.batch import Job
 from solgen.engine.generate import generate
-from solgen.engine.profile import profile
+from solgen.engine.profile.run import profile
 from solgen.engine.request import Options, resolve
 from solgen.errors import InputError
 
@@ -96,7 +97,8 @@ def test_a_presets_own_adapter_is_applied_and_its_digest_checked(write, small_jo
 
 def test_profile_takes_adapters(write, listener) -> None:
     options = Options(prompt="x", preset="demo", width=64, height=64, steps=1, lora=(str(write()),))
-    assert profile(resolve(options, seed=0), listener)["call_ms"] > 0
+    report = profile([Job(resolve(options, seed=0), Path())], listener, runs=1)
+    assert report["arms"][0]["call_ms"] > 0
     assert any("declares no alpha" in note for note in listener.notes)
 
 

@@ -1,0 +1,81 @@
+"""Times spans of a denoiser call, with CUDA events on a GPU and a clock on a CPU; nothing waits for the device."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from solgen.engine.machine import synchronize
+
+
+@dataclass
+class Total:
+    """All spans of one name: their time in milliseconds, and how many they were."""
+
+    ms: float = 0.0
+    count: int = 0
+
+
+class Recorder:
+    """Spans by name. Those of modules are opened and closed by hooks; any others by `span`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: list[tuple[str, Any, Any]] = []
+        self._handles: list[Any] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the body."""
+        start = self._now()
+        yield
+        self._spans.append((name, start, self._now()))
+
+    def span_if_watching(self, name: str) -> AbstractContextManager[None]:
+        """`span` while modules are watched, else nothing."""
+        return self.span(name) if self._handles else nullcontext()
+
+    @contextmanager
+    def watching(self, modules: list[tuple[str, nn.Module]]) -> Iterator[None]:
+        """Time modules under the names beside them while the body runs."""
+        try:
+            for name, module in modules:
+                self._watch(name, module)
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles = []
+
+    def totals(self) -> dict[str, Total]:
+        """What was recorded since the last time, by name. Waits for the device."""
+        synchronize(self._device)
+        totals: dict[str, Total] = defaultdict(Total)
+        for name, start, end in self._spans:
+            totals[name].ms += start.elapsed_time(end) if self._device.type == "cuda" else 1e3 * (end - start)
+            totals[name].count += 1
+        self._spans = []
+        return totals
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        started: list[Any] = []
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            started.append(self._now())
+
+        def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._spans.append((name, started.pop(), self._now()))
+
+        self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -80,8 +80,8 @@ def _gated_residual_kernel(
     b_h: tl.tuple = ()
     for c in tl.static_range(PIECES):
         b_gate = load_piece(p_gate, c, WIDTH, PIECE)
-        b_residual = load_piece(p_residual, c, WIDTH, PIECE)
-        b_h += (b_residual + b_gate * load_piece(p_branch, c, WIDTH, PIECE),)
+        b_residual = load_piece(p_residual, c, WIDTH, PIECE, ONCE=True)
+        b_h += (b_residual + b_gate * load_piece(p_branch, c, WIDTH, PIECE, ONCE=True),)
     for c in tl.static_range(PIECES):
         store_piece(p_hidden + i_n * WIDTH, b_h[c], c, WIDTH, PIECE)
     if NORM:

@@ -46,7 +46,7 @@ def _rms_norm_modulate_kernel(
     i_t = tl.load(p_index + i_n).to(tl.int64)
     b_x: tl.tuple = ()
     for c in tl.static_range(PIECES):
-        b_x += (load_piece(p_x + i_n * stride_x, c, WIDTH, PIECE),)
+        b_x += (load_piece(p_x + i_n * stride_x, c, WIDTH, PIECE, ONCE=True),)
     p_scale += i_t * stride_scale
     p_shift += i_t * stride_shift
     store_norm_modulate(b_x, p_weight, p_scale, p_shift, p_out + i_n * WIDTH, eps, PIECES, WIDTH, PIECE)

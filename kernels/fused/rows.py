@@ -32,10 +32,14 @@ def compute_type(x: torch.Tensor) -> torch.dtype:
 
 
 @triton.jit
-def load_piece(p_row, c: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr):
-    """Piece `c` of a row as fp32 [PIECE]; zeros past the row's end."""
+def load_piece(p_row, c: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, ONCE: tl.constexpr = False):
+    """Piece `c` of a row as fp32 [PIECE], zeros past the row's end; what is read ONCE leaves L1 to the tables."""
     o_c = c * PIECE + tl.arange(0, PIECE)
-    b_x = tl.load(p_row + o_c) if (c + 1) * PIECE <= WIDTH else tl.load(p_row + o_c, mask=o_c < WIDTH, other=0.0)
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    if (c + 1) * PIECE <= WIDTH:
+        b_x = tl.load(p_row + o_c, eviction_policy=policy)
+    else:
+        b_x = tl.load(p_row + o_c, mask=o_c < WIDTH, other=0.0, eviction_policy=policy)
     return b_x.to(tl.float32)
 
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("diffusers")
 
+from diffusers import MiniMaxH3Transformer3DModel
 from torch import nn
 
 from solgen.engine.adapters.branch import add_branches
@@ -15,9 +16,12 @@ from solgen.engine.adapters.merge import Delta
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.fusion import check_fusion, fused, runs_fused
 from solgen.engine.generate import generate
+from solgen.engine.profile import call_breakdown, module_clock
 from solgen.errors import InputError
+from solgen.presets.demo import demo_model_path
 from solgen.presets.schema import Attention
 from tests.engine.fusion_oracle import exact_blocks, make_inputs, make_transformer, run_blocks
+from tests.parallel.on_ranks import packed
 
 SMALL = {
     "num_attention_heads": 3,
@@ -169,6 +173,18 @@ def test_nothing_stays_behind(small) -> None:
     assert all(map(torch.equal, before, run_blocks(small, *inputs)))
     with fused(small, False):
         assert all(map(torch.equal, before, run_blocks(small, *inputs)))
+
+
+def test_the_parts_of_a_profiled_call_still_add_up() -> None:
+    model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32).eval()
+    inputs, order = packed(20)
+    run = AttentionRun.start(Attention(backend="dense"), order.video_rows, fused=True)
+    install_attention(model, run)
+    with torch.no_grad(), fused(model, True), module_clock(model, CPU) as clock:
+        model(**inputs)
+    rows = call_breakdown(clock.calls(), blocks=6)
+    assert sum(row["ms"] for row in rows) == pytest.approx(clock.calls()[0]["call"], rel=1e-6)
+    assert all(row["ms"] >= 0 for row in rows)
 
 
 def test_when_a_request_runs_fused() -> None:

@@ -146,9 +146,9 @@ def _view(piece: Tensor, start: int, like: Tensor) -> Tensor:
 
 def _page_locked(size: int) -> Tensor:
     """Page-locked host memory of exactly this many bytes; PyTorch's own pinned allocator rounds to powers of two."""
-    piece = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece = torch.frombuffer(memory, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    address = piece.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, max(size, 1), 0)))
-    weakref.finalize(piece, runtime.cudaHostUnregister, address)
+    torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+    weakref.finalize(piece, runtime.cudaHostUnregister, piece.data_ptr())
     return piece

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +145,13 @@ def _view(piece: Tensor, start: int, like: Tensor) -> Tensor:
 
 def _page_locked(size: int) -> Tensor:
     """Page-locked host memory of exactly this many bytes; PyTorch's own pinned allocator rounds to powers of two."""
-    piece = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
-    runtime: Any = torch.cuda.cudart()
-    address = piece.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, max(size, 1), 0)))
-    weakref.finalize(piece, runtime.cudaHostUnregister, address)
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+    weakref.finalize(piece, _unlock, piece.data_ptr()).atexit = False
     return piece
+
+
+def _unlock(address: int) -> None:
+    torch.cuda.synchronize()  # the last layer of a call has sent for the first one again
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

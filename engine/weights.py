@@ -56,6 +56,8 @@ class Weights:
         self._entries = {
             name: (file, entry) for file, header in read_headers(folder).items() for name, entry in header.items()
         }
+        offsets = (entry["data_offsets"] for _, entry in self._entries.values())
+        self._largest = max((end - begin for begin, end in offsets), default=0)
         self._files: dict[str, tuple[BinaryIO, int]] = {}
         self._stack = ExitStack()
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -83,8 +85,8 @@ class Weights:
         begin, end = entry["data_offsets"]
         size = end - begin
         if device.type == "cuda":
-            if self._staging.numel() < size:
-                self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            if not self._staging.numel():
+                self._staging = torch.empty(self._largest, dtype=torch.uint8, pin_memory=True)
             raw = self._staging[:size]
         else:
             raw = torch.empty(size, dtype=torch.uint8)

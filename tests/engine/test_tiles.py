@@ -45,16 +45,18 @@ def test_tile_by_tile_the_bits_are_diffusers(vae, frames: int, height: int, widt
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")  # those norms have float64 gains
 def test_in_batches_the_error_stays_that_of_diffusers(vae) -> None:
-    """Six tiles in batches of four and two: products of other shapes may round otherwise, no more than before.
+    """Twelve small tiles in batches of five: products of other shapes may round otherwise, no more than before.
 
     The yardstick has its matrix products and sums in float64; norms take float32 whatever the model's type.
     """
-    given = latents(7, 320, 512)
+    given = latents(7, 160, 208)
+    vae = copy.deepcopy(vae)
+    vae.enable_tiling(64, 64, 16, 16)
     stock = vae.decode(given, return_dict=False)[0]
     exact = copy.deepcopy(vae).double()
     exact.decoder.rope.inv_freq = vae.decoder.rope.inv_freq
     truth = whole(exact, given.double(), at_once=1)
-    ours = whole(vae, given, at_once=4)
+    ours = whole(vae, given, at_once=5)
     assert (ours - truth).norm() <= 2 * (stock - truth).norm()
     assert (stock - truth).norm() < 1e-4 * truth.norm()
 

@@ -243,7 +243,13 @@ class Output(Table):
 
 
 class Preset(Table):
-    """One resolved preset. `tasks` are those its weights were made for; `adapter` may be set "off"."""
+    """One resolved preset.
+
+    Attributes:
+        tasks: Those its weights were made for.
+        adapter: May be set "off".
+        linear: "fp8" multiplies projections and feed-forward layers of the sparse blocks in FP8.
+    """
 
     description: str = ""
     tasks: Annotated[tuple[Task, ...], BeforeValidator(_split)] = ("t2va", "fl2va", "ref2va")
@@ -251,6 +257,7 @@ class Preset(Table):
     model: Model = Model()
     adapter: Annotated[Adapter | None, BeforeValidator(_off)] = None
     lora: Lora = Lora()
+    linear: Literal["off", "fp8"] = "off"
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
     parallel: Parallel = Parallel()

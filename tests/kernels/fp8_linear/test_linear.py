@@ -41,13 +41,14 @@ def test_gpu_products_are_those_of_the_reference(large, rows, width, channels, f
     operands = [part.to(large) for part in (*quantise_rows(x), *quantise_rows(weight))]
     output = multiply_rows(*operands, fast=fast)
     exact = multiply_rows_reference(*operands)
-    # bf16 rounding; sums in FP32, or in accumulators with 14 bits of which every product may lose the last.
+    # bf16 rounding; every sum of 32 products loses 2^-13 of the magnitude in the tensor cores' own accumulators, which
+    # are emptied into FP32 every fourth time at the latest, or never.
     magnitude = multiply_rows_reference(
         operands[0].float().abs(), *operands[1:2], operands[2].float().abs(), operands[3]
     )
-    loss = 2**-13 if fast else 2**-22
+    loss = 2**-13 * (1 + width / 32 if fast else 5)
     assert output.dtype == torch.bfloat16
-    assert ((output.double() - exact).abs() <= 2**-8 * exact.abs() + loss * width**0.5 * magnitude).all()
+    assert ((output.double() - exact).abs() <= 2**-8 * exact.abs() + loss * magnitude).all()
 
 
 @pytest.mark.gpu

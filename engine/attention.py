@@ -14,6 +14,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 
 from solgen.engine.dense import Dense, choose_dense, dense_attention
+from solgen.engine.linear import shared_rows
 from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
 from solgen.kernels.block_sparse.validation import choose_impl
@@ -180,10 +181,9 @@ class BlockAttention:
     ) -> torch.Tensor:
         """Attend over the packed sequence; `hidden_states` is [1, n, hidden] with this rank's n rows."""
         run = self.run
-        query, key, value = (
-            projection(hidden_states).unflatten(-1, (attn.heads, -1))
-            for projection in (attn.to_q, attn.to_k, attn.to_v)
-        )
+        projections = attn.to_q, attn.to_k, attn.to_v
+        rows = shared_rows(hidden_states, *projections)
+        query, key, value = (projection(rows).unflatten(-1, (attn.heads, -1)) for projection in projections)
         query, key = self._norm_and_rotate(attn, query, key, rotary_emb)
         if run.ulysses is not None:
             query, key, value = run.ulysses.to_heads(query, key, value)

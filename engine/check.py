@@ -17,6 +17,7 @@ from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
 from solgen.engine.dummy import DummyRepository, RandomWeights, check_memory, open_dummy
 from solgen.engine.fusion import check_fusion
+from solgen.engine.linear import check_linear
 from solgen.engine.machine import model_dtype, pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.read import read_image
@@ -64,6 +65,7 @@ def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Reposi
         check_ffmpeg()
     repository = open_dummy(first) if dummy else open_repository(first.preset.model, first.task)
     check_split(num_ranks, dp_size=first.preset.parallel.dp, num_heads=repository.num_heads(first.task))
+    check_linear(first.preset, device)
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
         check_fusion(job.request.preset.fusion, device)
@@ -94,7 +96,8 @@ def check_canvas(canvas: Canvas) -> None:
 def _components(request: Request) -> tuple[object, ...]:
     """What one load of a model serves."""
     preset = request.preset
-    return request.task, preset.model, preset.adapter, preset.lora, preset.memory, request.loras, request.text_rows
+    components = (request.task, preset.model, preset.adapter, preset.lora, preset.linear, preset.memory)
+    return *components, request.loras, request.text_rows
 
 
 def check_adapters(request: Request, repository: Repository) -> Overlay | None:

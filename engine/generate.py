@@ -18,6 +18,7 @@ from solgen.engine.check import check
 from solgen.engine.decode import Latents
 from solgen.engine.denoise import StepHook, denoise
 from solgen.engine.fusion import fused, runs_fused
+from solgen.engine.linear import use_linear
 from solgen.engine.loader import load_pipeline
 from solgen.engine.machine import device_name, model_dtype, versions
 from solgen.engine.media.read import read_image
@@ -129,7 +130,9 @@ def make(
 ) -> dict[Path, dict[str, Any]]:
     """Load once and make the clips of one group of ranks, whose leader writes them and returns their records."""
     stages = Stages(device, listener)
-    pipeline = load(repository, jobs[0].request, device, mesh, stages)
+    first = jobs[0].request
+    pipeline = load(repository, first, device, mesh, stages)
+    use_linear(getattr(pipeline, transformer_name(first.task)), first.preset)
     clips = [Clip(job, PipelineState(), Stages(device, listener)) for job in jobs]
     for clip in clips:
         if mesh.leads:

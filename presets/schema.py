@@ -266,8 +266,11 @@ class Output(Table):
 class Preset(Table):
     """One resolved preset.
 
-    `tasks` are those its weights were made for; `adapter` may be set "off"; `fusion` says whether the ops between the
-    matrix products of the blocks are fused kernels, "auto" wherever they run.
+    Attributes:
+        tasks: Those its weights were made for.
+        adapter: May be set "off".
+        linear: "fp8" multiplies projections and feed-forward layers of the sparse blocks in FP8.
+        fusion: Whether the ops between the matrix products of the blocks are fused kernels, "auto" wherever they run.
     """
 
     description: str = ""
@@ -276,6 +279,7 @@ class Preset(Table):
     model: Model = Model()
     adapter: Annotated[Adapter | None, BeforeValidator(_off)] = None
     lora: Lora = Lora()
+    linear: Literal["off", "fp8"] = "off"
     sampler: Sampler = Sampler()
     attention: Attention = Attention()
     fusion: Literal["auto", "on", "off"] = "auto"

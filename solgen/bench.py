@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,19 +40,20 @@ def attention(
     from solgen.console import Console
     from solgen.engine.bench.show import error_tables, show, speed_plot, speed_tables
 
+    shapes = _pairs(shape, "HEADSxROWS", "56x83072")
     with Console() as console:
         if errors:
             from solgen.engine.bench.errors import ErrorSettings, bench_errors
 
-            lengths = tuple(rows for _, rows in _shapes(shape)) or ErrorSettings.rows
-            heads = next((heads for heads, _ in _shapes(shape)), ErrorSettings.heads)
+            lengths = tuple(rows for _, rows in shapes) or ErrorSettings.rows
+            heads = next((heads for heads, _ in shapes), ErrorSettings.heads)
             chosen = ErrorSettings(rows=lengths, heads=heads, density=density, seed=seed, impl=impl)
             report = bench_errors(chosen, console.note)
         else:
             from solgen.engine.bench.attention import SHAPES, Settings, bench_attention
 
             settings = Settings(
-                shapes=_shapes(shape) or SHAPES,
+                shapes=shapes or SHAPES,
                 arms=tuple(attention.split(",")),
                 density=density,
                 tail=tail,
@@ -62,9 +63,7 @@ def attention(
                 impl=impl,
             )
             report = bench_attention(settings, console.note)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    _write(report, json_path)
     show(error_tables(report) if errors else speed_tables(report))
     if plot is not None and not errors:
         speed_plot(report, plot)
@@ -88,19 +87,50 @@ def kernels(
 
     with Console() as console:
         report = bench_kernels(Settings(rows=tuple(rows or ROWS), runs=runs, seed=seed), console.note)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    _write(report, json_path)
     show(kernel_tables(report))
 
 
-def _shapes(given: list[str] | None) -> tuple[tuple[int, int], ...]:
+@app.command()
+def linear(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="One layer, as 5376x7168; repeatable.", metavar="INxOUT", show_default="those of a block"),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Rows of the packed sequence.", metavar="N")] = 83_061,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.", min=0)] = 0,
+    runs: Annotated[int, typer.Option(help="Rounds that every arm takes part in.", min=1)] = 5,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Compare the linear layers of a block in bf16 and FP8: speed and error."""
+    from solgen.console import Console
+    from solgen.engine.bench.linear import LAYERS, LinearSettings, bench_linear
+    from solgen.engine.bench.show import linear_tables, show
+
+    with Console() as console:
+        report = bench_linear(
+            LinearSettings(_pairs(shape, "INxOUT", "5376x7168") or LAYERS, rows=rows, runs=runs, seed=seed),
+            console.note,
+        )
+    _write(report, json_path)
+    show(linear_tables(report))
+
+
+def _write(report: Any, path: Path | None) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _pairs(given: list[str] | None, form: str, example: str) -> tuple[tuple[int, int], ...]:
+    """Pairs of whole numbers from the values of `--shape`."""
     from solgen.errors import InputError
 
-    shapes = []
+    pairs = []
     for text in given or []:
-        heads, cross, rows = text.partition("x")
-        if not (cross and heads.isdigit() and rows.isdigit() and int(heads) and int(rows)):
-            raise InputError(f"--shape {text} is not HEADSxROWS; write it as 56x83072")
-        shapes.append((int(heads), int(rows)))
-    return tuple(shapes)
+        first, cross, second = text.partition("x")
+        if not (cross and first.isdigit() and second.isdigit() and int(first) and int(second)):
+            raise InputError(f"--shape {text} is not {form}; write it as {example}")
+        pairs.append((int(first), int(second)))
+    return tuple(pairs)

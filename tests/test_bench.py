@@ -208,3 +208,21 @@ def test_needs_neither_diffusers_nor_pydantic():
         "import solgen.engine.bench.show"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_linear_layers_in_fp8(tmp_path, capsys):
+    path = tmp_path / "linear.json"
+    shapes = ("--shape", "256x128", "--shape", "384x64")
+    assert solgen("bench", "linear", *shapes, "--rows", "65", "--runs", "1", "--json", str(path)) == 0
+    assert "256 x 128" in capsys.readouterr().out
+    report = json.loads(path.read_text())
+    assert [(layer["in"], layer["out"]) for layer in report["results"]] == [(256, 128), (384, 64)]
+    for layer in report["results"]:
+        # bf16 rounds once, E4M3 every operand: 2^-9 and 2^-4 at most, in squares.
+        assert layer["arms"]["bf16"]["error"] < 2**-9 < layer["arms"]["fp8"]["error"] < 2**-4 * (2 / 3) ** 0.5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of machines without a GPU")
+def test_large_layers_need_a_gpu(capsys):
+    assert solgen("bench", "linear") == 1
+    assert "no CUDA GPU found; layers of this size need one" in capsys.readouterr().err

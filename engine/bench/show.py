@@ -41,6 +41,19 @@ def kernel_tables(report: dict[str, Any]) -> Iterator[Table]:
         yield table
 
 
+def linear_tables(report: dict[str, Any]) -> Iterator[Table]:
+    """One table: a row for every layer and arm."""
+    table = Table("in x out", "", "call", "quantise", "multiply", "TFLOP/s", "x bf16", "error")
+    table.title = f"{report['settings']['rows']} rows, ms"
+    for layer in report["results"]:
+        for name, arm in layer["arms"].items():
+            stages = [_number(arm["stages_ms"].get(stage), ".2f") for stage in ("quantise", "multiply")]
+            numbers = f"{arm['tflops']:.0f}", f"{arm['speedup']:.2f}", f"{arm['error']:.5f}"
+            shape = f"{layer['in']} x {layer['out']}"
+            table.add_row(shape, name, f"{arm['call_ms']:.2f}", *stages, *numbers)
+    yield table
+
+
 def error_tables(report: dict[str, Any]) -> Iterator[Table]:
     """One table of all lengths for each channel mean."""
     for mean in dict.fromkeys(result["structure"]["channel_mean"] for result in report["results"]):

@@ -13,6 +13,7 @@ from solgen.engine.check import check
 from solgen.engine.decode import decode_audio, decode_video
 from solgen.engine.dummy import DummyRepository, RandomWeights, dummy_pipeline, embed_random_prompt
 from solgen.engine.generate import LOOP, Clip, encode, lay_out, load, start_run, take_inputs
+from solgen.engine.linear import use_linear
 from solgen.engine.machine import model_dtype
 from solgen.engine.pipeline import H3Pipeline, transformer_name
 from solgen.engine.profile.arms import Arm, Bench
@@ -62,12 +63,16 @@ def profile(
         raise InputError(f"--runs {runs}; expected 1 or more")
     if STOCK in names and world.size > 1:
         raise InputError("the stock call runs on one GPU; leave stock out of --attention, or --gpus")
+    if STOCK in names and request.preset.linear != "off":
+        raise InputError("the stock call multiplies in bf16; leave stock out of --attention, or linear=fp8")
     with together(world):
         device, repository = check(jobs, world.size)
     mesh = Mesh.over(world, dp_size=1, device_type=device.type)
     stages = Stages(device, listener)
     clip = Clip(jobs[0], PipelineState(), stages)
     pipeline, weights = _prepare(clip, repository, device, mesh)
+    transformer = getattr(pipeline, transformer_name(request.task))
+    use_linear(transformer, request.preset)
     lay_out(pipeline, clip)
     recorder = Recorder(device)
     arms = [
@@ -80,7 +85,7 @@ def profile(
         pipeline=pipeline,
         loop=loop,
         state=loop.get_block_state(clip.state),
-        transformer=getattr(pipeline, transformer_name(request.task)),
+        transformer=transformer,
         device=device,
         index=min(attention.dense_steps, steps - 1),
         weights=weights,
@@ -93,14 +98,14 @@ def profile(
         "preset": request.preset_name,
         "task": request.task,
         "weights": repository.source,
-        "parameters": sum(parameter.numel() for parameter in bench.transformer.parameters()),
+        "linear": request.preset.linear,
         "world size": world.size,
         "rows": arms[0].run.video_rows.numel(),
         **{f"{name} rows": clip.state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")},
         "denoiser call": f"{bench.index + 1} of {steps}, on noise",
         "instrumented calls": runs,
     }
-    reports = [arm_report(arm, bench.transformer, device, world) for arm in arms]
+    reports = [arm_report(arm, transformer, device, world) for arm in arms]
     compare(reports)
     if mesh.leads and weights is None:
         _decode(pipeline, clip)

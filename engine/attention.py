@@ -121,7 +121,8 @@ def check_attention(settings: Attention, device: torch.device, num_blocks: int) 
         SetupError: if the dense kernel that was asked for is not there.
     """
     backend, impl = settings.backend, settings.impl
-    choose_dense(settings.dense, device)
+    if settings.dense != "auto":
+        choose_dense(settings.dense, device)
     if backend == "dense":
         return
     listed = [part for part in settings.dense_blocks.split(",") if part]

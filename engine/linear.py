@@ -68,7 +68,9 @@ def check_linear(preset: Preset, device: torch.device) -> None:
     if preset.linear == "off":
         return
     if preset.memory.offload == "layers":
-        raise InputError("linear=fp8 makes codes of weights on the GPU, offload=layers keeps them off it; leave one out")
+        raise InputError(
+            "linear=fp8 makes codes of weights on the GPU, offload=layers keeps them off it; leave one out"
+        )
     if device.type != "cuda":
         raise InputError(f"linear=fp8 runs on a CUDA GPU of sm_89 or newer, this run is on the {device.type}; use off")
     major, minor = torch.cuda.get_device_capability(device)

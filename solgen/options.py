@@ -40,7 +40,7 @@ Attentions = Annotated[
 ]
 DummyWeights = Annotated[bool, Option("--dummy-weights", help="Random weights and prompt: speed without the model.")]
 TextRows = Annotated[int | None, Option(help="Rows of the random prompt.", show_default="40, 38 at 1080p", metavar="N")]
-Runs = Annotated[int, Option(help="Instrumented calls of each; the median one is shown.", metavar="N")]
+Runs = Annotated[int, Option(help="Instrumented calls of each; 0 times the parts in the one timed call.", metavar="N")]
 Trace = Annotated[Path | None, Option(help="Write a Chrome trace of one call of each here.", metavar="FILE")]
 Plot = Annotated[Path | None, Option(help="Draw the parts as stacked bars here.", metavar="FILE")]
 Epsilon = Annotated[float | None, Option(help="Router threshold in nats above the uniform share.")]

@@ -95,14 +95,14 @@ class Bench:
             with self._set_up(arm), torch.no_grad():
                 calibrate(self.pipeline, self.loop, self.state, arm.run, self.index)
 
-    def time(self, arm: Arm) -> None:
-        """One call without instruments.
+    def time(self, arm: Arm, *, instruments: bool = False) -> None:
+        """One call on the clock, without instruments unless asked for.
 
         Raises:
             SolgenError: if its output is not finite: its time would mean nothing.
         """
         clock = Recorder(self.device)
-        with self._set_up(arm):
+        with self._set_up(arm), self._watched(arm) if instruments else nullcontext():
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             with clock.span("call"):
@@ -116,10 +116,16 @@ class Bench:
 
     def instrument(self, arm: Arm) -> None:
         """One call with every module timed."""
+        with self._set_up(arm), self._watched(arm):
+            self._call(arm)
+
+    @contextmanager
+    def _watched(self, arm: Arm) -> Iterator[None]:
+        """Time every module of a call."""
         arm.run.stage = self.recorder.span_if_watching
         stock = timed_attention(self.recorder) if arm.stock else nullcontext()
-        with self.recorder.watching(timed_modules(self.transformer)), self._set_up(arm), stock:
-            self._call(arm)
+        with self.recorder.watching(timed_modules(self.transformer)), stock:
+            yield
         arm.calls.append(self.recorder.totals())
 
     def trace(self, arm: Arm) -> None:

@@ -43,7 +43,8 @@ def profile(
         jobs: The request once for every arm, differing in the attention backend alone; the same on every rank.
         listener: Shows progress; a silent one on every rank but 0.
         names: Of the arms, in the order of the jobs; None for their backends. "stock" is diffusers' own call.
-        runs: Instrumented calls of every arm; the parts of the median one are reported.
+        runs: Instrumented calls of every arm, beside the timed one; the parts of the median one are reported. With 0
+            the timed call carries the instruments itself.
         trace: Where to write a Chrome trace of one call of every arm.
         world: The processes that share the clip, joined; None for this one alone.
 
@@ -59,8 +60,8 @@ def profile(
     request = jobs[0].request
     if request.preset.parallel.dp > 1:
         raise InputError(f"parallel.dp={request.preset.parallel.dp}, but a profile is of one clip; leave it out")
-    if runs < 1:
-        raise InputError(f"--runs {runs}; expected 1 or more")
+    if runs < 0:
+        raise InputError(f"--runs {runs}; expected 0 or more")
     if STOCK in names and world.size > 1:
         raise InputError("the stock call runs on one GPU; leave stock out of --attention, or --gpus")
     if STOCK in names and request.preset.linear != "off":
@@ -120,7 +121,7 @@ def measure(bench: Bench, arms: Sequence[Arm], runs: int, stages: Stages) -> Non
             advance()
     with stages.stage("denoiser calls", total=len(arms) * (1 + runs)) as advance:
         for arm in arms:
-            bench.time(arm)
+            bench.time(arm, instruments=runs == 0)
             advance()
         for _ in range(runs):
             for arm in arms:

@@ -85,9 +85,12 @@ def test_a_model_with_files_is_encoded_and_decoded_too() -> None:
     assert report["facts"]["weights"] == "demo"
 
 
-def test_dense_steps_are_left_out() -> None:
+def test_dense_steps_are_left_out_and_one_call_can_do() -> None:
     jobs = plan(None, sets=("attention.dense_steps=1",), text_rows=5)
-    report = profile(jobs, Silent(), runs=1)
+    report = profile(jobs, Silent(), runs=0)
+    # The clock around the timed call and the hooks inside it saw the same call.
+    assert report["arms"][0]["call_ms"] >= report["arms"][0]["instrumented_ms"] > 0
+    assert report["facts"]["instrumented calls"] == 0
     assert report["arms"][0]["sparse_blocks"] == 4
     assert report["facts"]["denoiser call"] == "2 of 2, on noise"
 
@@ -151,7 +154,7 @@ REFUSED = {
     "rows of a real prompt": (lambda: plan(None, dummy=False, text_rows=4), "goes with --dummy-weights"),
     "a model": (lambda: plan(None, model="demo"), "leave --model out"),
     "no rows": (lambda: profile(plan(None, text_rows=0), Silent()), "--text-rows 0; expected 1 or more"),
-    "no runs": (lambda: profile(plan(None), Silent(), runs=0), "--runs 0; expected 1 or more"),
+    "no runs": (lambda: profile(plan(None), Silent(), runs=-1), "--runs -1; expected 0 or more"),
 }
 
 

@@ -59,7 +59,7 @@ def _list_turns(p_turn, b_word, b_turn, start):
     return stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_words"])
 def _union_kernel(
     p_mask, p_loads, p_num_loads, p_turns, num_blocks, num_words, TAIL: tl.constexpr, STAGES: tl.constexpr
 ):

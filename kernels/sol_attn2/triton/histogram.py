@@ -17,7 +17,7 @@ from solgen.kernels.sol_attn2.density import HISTOGRAM_BINS, HISTOGRAM_REACH, HI
 from solgen.kernels.sol_attn2.triton.route import CHUNK, log_total, row_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _histogram_kernel(
     p_mass,  # [G, NB, NB] fp32
     p_mixed,  # [NB] bool

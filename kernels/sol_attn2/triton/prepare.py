@@ -24,7 +24,7 @@ from solgen.kernels.sol_attn2.triton.operands import Operands
 from solgen.kernels.sol_attn2.triton.statistics import key_mean, value_mean_and_scale
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_blocks"])
 def _quantize_rows_kernel(
     p_x,
     p_mean,  # [G, D] fp32, read with SHIFT
@@ -77,7 +77,7 @@ def _quantize_rows_kernel(
     tl.store(p_scale + i_block, b_scale)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_blocks"])
 def _quantize_values_kernel(
     p_x,
     p_mean,  # [G, D] fp32, read with SHIFT

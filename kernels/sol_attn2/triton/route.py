@@ -108,7 +108,7 @@ def _mass_tile(
     tl.store(p_mass + o_i.to(tl.int64)[:, None] * num_blocks + o_j[None, :], b_mass, mask=m_out)
 
 
-@triton.jit(do_not_specialize=["first_tile"])
+@triton.jit(do_not_specialize=["first_tile", "num_rows", "num_blocks"])
 def _masses_kernel(
     p_q,  # [G, NB * 8, D] fp16
     p_k,  # [G, NB * 8, D] fp16
@@ -213,7 +213,7 @@ def _cut(p_row, num_blocks, top_k, WORDS: tl.constexpr):
     return low.to(tl.int32), top_k - tl.sum(tl.sum((m_j & (b_key > low)).to(tl.int32), 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_words", "top_k"])
 def _select_kernel(
     p_mass,  # [G, NB, NB] fp32
     p_mixed,  # [NB] bool, blocks with text or audio rows
@@ -274,7 +274,7 @@ def _select_kernel(
     tl.store(p_failed + i_row, tl.sum(tl.sum(b_bad, 1), 0) != 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _poison_kernel(p_failed, p_out, num_rows, num_blocks, stride_head, stride_row, D: tl.constexpr):
     i_i, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(p_failed + i_g * num_blocks + i_i) != 0:

@@ -21,7 +21,7 @@ CHUNK = 1024
 """Rows one program reduces."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_chunks"])
 def _chunk_kernel(
     p_x,
     p_partial,  # [G, C, 3, D] fp32: sum, maximum, minimum
@@ -60,7 +60,7 @@ def _chunk_kernel(
         tl.store(p_out + 2 * D, tl.min(b_min, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_chunks"])
 def _join_kernel(
     p_partial,  # [G, C, 3, D] fp32
     p_mean,  # [G, D] fp32

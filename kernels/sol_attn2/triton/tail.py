@@ -33,7 +33,7 @@ ROWS, STEP, STAGES = 64, 64, 2
 """Anchors of a program, units of one of its products, and products whose loads are in flight."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_anchors"])
 def _anchor_kernel(p_units, p_anchor, num_rows, num_anchors, D: tl.constexpr):
     """FP16 means of query blocks, [G, NB, D], from their unit means."""
     i_i, i_g = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -65,7 +65,7 @@ def _kept_bits(p_word, i_j, num_words):
     return (b_low >> (i_j % 32)) | (b_high << 1 << (31 - i_j % 32))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_words"])
 def _compress_kernel(
     p_anchor,  # [G, R, D] fp16
     p_k,  # [G, NB * 8, D] fp16

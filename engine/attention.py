@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -40,6 +41,8 @@ class AttentionRun:
         step: Denoiser call in progress, from 0.
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
             tensors that stay on the device until `density_table`.
+        kept: Of the call in progress, kept share of all block pairs by block number, as `densities`; text and audio
+            count here.
         histogram: Counts of log shares while a density is being solved for, else None.
         computed_by: Implementation that ran, None while every block is dense.
         stage: Entered around every "operator" and, within it, around "dense" or the parts of a sparse call.
@@ -53,6 +56,7 @@ class AttentionRun:
     fused: bool = False
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
     histogram: torch.Tensor | None = None
     computed_by: str | None = None
     stage: Stage = nullcontext
@@ -83,20 +87,29 @@ class AttentionRun:
     def begin_step(self, step: int) -> None:
         """Mark the start of denoiser call `step`."""
         self.step = step
+        self.kept = {}
         del self.densities[step:]
         self.densities += [{} for _ in range(step + 1 - len(self.densities))]
 
     def density_table(self) -> list[dict[str, float]]:
         """Measured density of every (step, block) that was sparse, over all heads; the record's one device sync."""
-        measured = [value for row in self.densities for value in row.values()]
-        if not measured:
-            return [{} for _ in self.densities]
-        means = torch.stack(measured).double()
+        values = iter(self._over_heads([value for row in self.densities for value in row.values()]))
+        return [{str(block): next(values) for block in row} for row in self.densities]
+
+    def kept_share(self) -> float | None:
+        """Kept share of all block pairs in the last call, mean over its sparse blocks; None if all were dense."""
+        shares = self._over_heads(list(self.kept.values()))
+        return statistics.fmean(shares) if shares else None
+
+    def _over_heads(self, shares: list[torch.Tensor]) -> list[float]:
+        """Means over all heads of shares of this rank's."""
+        if not shares:
+            return []
+        means = torch.stack(shares).double()
         if self.ulysses is not None:
             # Every rank holds as many heads, so the mean over ranks is the mean over heads.
             means = self.ulysses.sum(means) / len(self.ulysses.rows)
-        values = iter(means.float().tolist())
-        return [{str(block): next(values) for block in row} for row in self.densities]
+        return means.float().tolist()
 
     @property
     def solves_density(self) -> bool:
@@ -232,6 +245,7 @@ class BlockAttention:
             # The other ranks' heads may be finite: they wait for this output, and see in it what happened.
             return torch.full_like(query, torch.nan)
         run.densities[run.step][self.block] = details.density
+        run.kept[self.block] = details.density_all
         return output
 
 

@@ -20,7 +20,9 @@ def arm_report(
 ) -> dict[str, Any]:
     """What was measured of one arm; times are rank 0's, memory is that of the rank that needs most.
 
-    Every rank takes part; with several, `imbalance` is by how much the busiest computes longer than the mean.
+    `density` is the kept share of the pairs of video blocks, which `--density` asks for; `density_all` counts pairs with
+    text and sound too. Both are means over the sparse blocks of the last call. Every rank takes part; with several,
+    `imbalance` is by how much the busiest computes longer than the mean.
     """
     run, rows = arm.run, arm.rows()
     blocks = run.density_table()[-1] if run.densities else {}
@@ -37,6 +39,7 @@ def arm_report(
         "warm_up_s": arm.warm_up_s,
         "peak_gib": max((peak / 2**30 for peak in peaks if peak is not None), default=None),
         "density": statistics.fmean(densities) if densities else None,
+        "density_all": run.kept_share(),
         "sparse_blocks": len(blocks),
         "epsilon": finite(run.config.epsilon) if sparse else None,
         "impl": run.computed_by,

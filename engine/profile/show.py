@@ -43,6 +43,7 @@ def _arms(arms: list[dict[str, Any]]) -> Table:
         f"faster than {first}": [f"{arm['speedup'].get(first, 1.0):.2f}x" for arm in arms],
         f"than {first}, attention free": [f"{arm['ceiling']:.2f}x" for arm in arms],
         "density": [_decimals(arm["density"]) for arm in arms],
+        "density with text, sound": [_decimals(arm["density_all"]) for arm in arms],
         "sparse blocks": [str(arm["sparse_blocks"]) for arm in arms],
         "epsilon": [_decimals(arm["epsilon"]) for arm in arms],
         "sparse kernels": [arm["impl"] or "" for arm in arms],

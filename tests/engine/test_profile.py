@@ -67,6 +67,7 @@ def test_arms_say_what_ran(report: dict) -> None:
     assert (stock["density"], dense["density"]) == (None, None)
     # Two video blocks a side: four eligible pairs a head, of which whole ones are kept.
     assert sparse["density"] == pytest.approx(0.3, abs=0.1)
+    assert sparse["density"] < sparse["density_all"] < 1  # text and audio queries keep everything
     assert sparse["speedup"]["stock"] == pytest.approx(stock["call_ms"] / sparse["call_ms"])
     assert sparse["ceiling"] > sparse["speedup"]["stock"]
     facts = report["facts"]

@@ -20,7 +20,7 @@ def arm_report(
 ) -> dict[str, Any]:
     """What was measured of one arm; times are rank 0's, memory is that of the rank that needs most.
 
-    `density` is the kept share of the pairs of video blocks, which `--density` asks for; `density_all` counts pairs with
+    `density` is the kept share of the pairs of video blocks, as `--density` asks; `density_all` counts pairs with
     text and sound too. Both are means over the sparse blocks of the last call. Every rank takes part; with several,
     `imbalance` is by how much the busiest computes longer than the mean.
     """

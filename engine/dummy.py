@@ -150,6 +150,8 @@ def open_dummy(request: Request) -> DummyRepository:
         raise InputError(f"--dummy-weights has no conditioner and no VAE to read media with; {request.task} needs them")
     if request.loras:
         raise InputError("--dummy-weights stands for a model with its adapters; leave --lora out")
+    if request.preset.memory.offload != "none":
+        raise InputError("--dummy-weights are made on the device and stay there; leave --offload out")
     if request.text_rows < 1:
         raise InputError(f"--text-rows {request.text_rows}; expected 1 or more")
     adapter = request.preset.adapter

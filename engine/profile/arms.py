@@ -102,7 +102,7 @@ class Bench:
             SolgenError: if its output is not finite: its time would mean nothing.
         """
         clock = Recorder(self.device)
-        with self._set_up(arm), self._watched(arm) if instruments else nullcontext():
+        with self._watched(arm) if instruments else nullcontext(), self._set_up(arm):
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             with clock.span("call"):
@@ -116,12 +116,12 @@ class Bench:
 
     def instrument(self, arm: Arm) -> None:
         """One call with every module timed."""
-        with self._set_up(arm), self._watched(arm):
+        with self._watched(arm), self._set_up(arm):
             self._call(arm)
 
     @contextmanager
     def _watched(self, arm: Arm) -> Iterator[None]:
-        """Time every module of a call."""
+        """Time every module of a call, with hooks before those of `sharded`: an exchange is no part of a head."""
         arm.run.stage = self.recorder.span_if_watching
         stock = timed_attention(self.recorder) if arm.stock else nullcontext()
         with self.recorder.watching(timed_modules(self.transformer)), stock:

@@ -64,6 +64,8 @@ def profile(
         raise InputError(f"--runs {runs}; expected 0 or more")
     if STOCK in names and world.size > 1:
         raise InputError("the stock call runs on one GPU; leave stock out of --attention, or --gpus")
+    if STOCK in names and request.text_rows is None and request.preset.memory.tables:
+        raise InputError("the stock call needs the AdaLN projections that tables replace; add --set memory.tables=off")
     if STOCK in names and request.preset.linear != "off":
         raise InputError("the stock call multiplies in bf16; leave stock out of --attention, or linear=fp8")
     with together(world):

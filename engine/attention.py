@@ -45,7 +45,8 @@ class AttentionRun:
             count here.
         histogram: Counts of log shares while a density is being solved for, else None.
         computed_by: Implementation that ran, None while every block is dense.
-        stage: Entered around every "operator" and, within it, around "dense" or the parts of a sparse call.
+        stage: Entered around "shared rows", what the projections read, and around every "operator"; within it,
+            around "dense" or the parts of a sparse call.
     """
 
     settings: Attention
@@ -196,7 +197,8 @@ class BlockAttention:
         """Attend over the packed sequence; `hidden_states` is [1, n, hidden] with this rank's n rows."""
         run = self.run
         projections = attn.to_q, attn.to_k, attn.to_v
-        rows = shared_rows(hidden_states, *projections)
+        with run.stage("shared rows"):
+            rows = shared_rows(hidden_states, *projections)
         query, key, value = (projection(rows).unflatten(-1, (attn.heads, -1)) for projection in projections)
         query, key = self._norm_and_rotate(attn, query, key, rotary_emb)
         if run.ulysses is not None:

@@ -73,7 +73,7 @@ def breakdown(totals: dict[str, Total]) -> list[dict[str, Any]]:
         return totals[name].count if name in totals else 0
 
     exchange = ms("heads", "rows")
-    projections, operator = ms("qkv", "out"), ms("operator")
+    projections, operator = ms("shared rows", "qkv", "out"), ms("operator")
     bookkeeping = operator - ms(*(name for name, _ in OPERATOR))
     swiglu = ms("swiglu module") - ms("up") if count("swiglu module") else 0.0
     feed_forward = ms("up", "down") + swiglu
@@ -85,6 +85,7 @@ def breakdown(totals: dict[str, Total]) -> list[dict[str, Any]]:
         *((label, ms(name), count(name), ATTENTION) for name, label in OPERATOR),
         ("densities", bookkeeping, count("operator"), ATTENTION),
         (PROJECTIONS, projections, blocks, None),
+        ("FP8 rows that QKV share", ms("shared rows"), count("shared rows"), PROJECTIONS),
         ("QKV", ms("qkv"), count("qkv"), PROJECTIONS),
         ("out", ms("out"), count("out"), PROJECTIONS),
         (FFN, feed_forward, blocks, None),

@@ -26,13 +26,12 @@ def choose_dense(asked: str, device: torch.device) -> Dense:
     Raises:
         SetupError: if the machine does not have what was asked for.
     """
+    has_cudnn = device.type == "cuda" and torch.backends.cudnn.is_available()
     if asked == "auto":
-        if device.type != "cuda":
-            return "sdpa"
-        return "cudnn" if _fa3_problem(device) else "fa3"
+        return "fa3" if _fa3_problem(device) is None else "cudnn" if has_cudnn else "sdpa"
     if asked == "fa3" and (problem := _fa3_problem(device)):
         raise SetupError(f"attention.dense fa3: {problem}; use auto, cudnn or sdpa")
-    if asked == "cudnn" and not (device.type == "cuda" and torch.backends.cudnn.is_available()):
+    if asked == "cudnn" and not has_cudnn:
         raise SetupError(
             f"attention.dense cudnn: needs cuDNN on a CUDA GPU, this run is on the {device.type}; use sdpa"
         )

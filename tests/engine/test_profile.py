@@ -61,9 +61,7 @@ def test_every_arm_has_the_same_rows_and_its_own_operator(report: dict) -> None:
 
 def test_arms_say_what_ran(report: dict) -> None:
     stock, dense, sparse = report["arms"]
-    assert [arm["dense"] for arm in report["arms"]] == ["native", "sdpa", "sdpa"]
     assert [arm["sparse_blocks"] for arm in report["arms"]] == [0, 0, 4]
-    assert [arm["impl"] for arm in report["arms"]] == [None, None, "reference"]
     assert (stock["density"], dense["density"]) == (None, None)
     # Two video blocks a side: four eligible pairs a head, of which whole ones are kept.
     assert sparse["density"] == pytest.approx(0.3, abs=0.1)
@@ -76,6 +74,25 @@ def test_arms_say_what_ran(report: dict) -> None:
     assert set(report["stages"]) == {"load", "AdaLN tables", "warm-up", "denoiser calls"}
     assert [arm["adaln"] for arm in report["arms"]] == ["projections", "tables", "tables"]
     assert [arm["fusion"] for arm in report["arms"]] == [False] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_kernels_and_memory_on_a_gpu(report: dict) -> None:
+    assert [arm["impl"] for arm in report["arms"]] == [None, None, "triton"]
+    assert report["arms"][0]["dense"] == "_native_cudnn"
+    assert report["arms"][1]["dense"] in ("fa3", "cudnn")
+    assert [arm["fusion"] for arm in report["arms"]] == [False, True, True]
+    assert [arm["adaln"] for arm in report["arms"]] == ["projections", "tables", "tables"]
+    weights = sum(parameter.nbytes for parameter in demo_weights().transformer(projections=False).parameters())
+    assert all(2**30 * arm["peak_gib"] > weights / 2 for arm in report["arms"])  # bf16, but for the islands
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what runs on a CPU")
+def test_kernels_on_a_cpu(report: dict) -> None:
+    assert [arm["dense"] for arm in report["arms"]] == ["native", "sdpa", "sdpa"]
+    assert [arm["impl"] for arm in report["arms"]] == [None, None, "reference"]
+    assert [arm["peak_gib"] for arm in report["arms"]] == [None, None, None]
 
 
 def test_a_model_with_files_is_encoded_and_decoded_too() -> None:
@@ -130,14 +147,14 @@ def test_breakdown_subtracts_nested_groups() -> None:
 
 
 def test_hooks_are_gone_afterwards() -> None:
-    model = weights().transformer()
+    model = demo_weights().transformer()
     with Recorder(CPU).watching(timed_modules(model)):
         assert any(module._forward_hooks for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_stock_model_borrows_projections_that_tables_replaced() -> None:
-    source = weights()
+    source = demo_weights()
     model = source.transformer()
     real = model.transformer_blocks[2].adaln_proj.linear.weight.clone()
     table = nn.Identity()
@@ -168,5 +185,5 @@ def test_refusals(call, message: str) -> None:
         call()
 
 
-def weights() -> RandomWeights:
+def demo_weights() -> RandomWeights:
     return RandomWeights(open_dummy(plan(None)[0].request), CPU, torch.float32)

@@ -56,7 +56,7 @@ def _rotate(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch
     return torch.cat([rotary, rest], dim=-1).to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_heads"])
 def _norm_rope_kernel(
     p_x,
     p_weight,  # [D]

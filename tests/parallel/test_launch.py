@@ -45,7 +45,7 @@ def test_torchrun_and_gpus_make_the_same_file(tmp_path: Path, capfd: pytest.Capt
     assert out == f"{ours}\n"
     # One rank tells, in plain lines, and each thing once.
     stages = [line.partition(":")[0] for line in err.splitlines()]
-    assert stages == ["load", "encode", "denoise", "decode audio", "decode video", "write"]
+    assert stages == ["load", "encode", "AdaLN tables", "denoise", "decode audio", "decode video", "write"]
     assert "\r" not in err
     command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "solgen", *common, str(theirs)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

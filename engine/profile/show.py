@@ -73,7 +73,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     arms = report["arms"]
     names = [row["name"] for row in arms[0]["modules"] if row["part_of"] is None]
-    figure, axes = pyplot.subplots(figsize=(3 + 1.5 * len(arms), 5))
+    figure, axes = pyplot.subplots(figsize=(4.5 + 1.2 * len(arms), 5))
     bottoms = [0.0] * len(arms)
     for name in names:
         values = [next(row["ms"] for row in arm["modules"] if row["name"] == name) / 1e3 for arm in arms]
@@ -84,7 +84,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(arms)), [arm["name"] for arm in arms])
     axes.margins(y=0.08)
     axes.set(ylabel="s a denoiser call", title=f"{report['device']}, {report['facts']['rows']:,} rows")
-    axes.legend(fontsize=8, loc="upper right")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -5,6 +5,8 @@
 hundred rows. The layers are read one after the other, applied to the rows of one call at a time, as in the call
 itself, so that the bits are those of the layer, and let go.
 
+Merged adapters are part of the layers. An adapter's branch beside a layer is part of what is tabulated.
+
 A table is found by the exact timesteps of a call: n values of t, or n pairs (t, r) of a two-time model.
 """
 

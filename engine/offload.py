@@ -50,7 +50,7 @@ class Shelf:
                 parameter.data = parameter.data.to(device)
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+                setattr(module, name, buffer.to(device))
         return cls(piece, parts)
 
 

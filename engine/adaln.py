@@ -138,6 +138,11 @@ def projection_names(transformer: MiniMaxH3Transformer3DModel) -> list[str]:
     return [*(f"transformer_blocks.{block}.adaln_proj.linear" for block in blocks), "norm_out.linear"]
 
 
+def is_projection(name: str) -> bool:
+    """Whether a module of the transformer is an AdaLN projection, by its name."""
+    return name.endswith("adaln_proj.linear") or name == "norm_out.linear"
+
+
 def build_tables(transformer: MiniMaxH3Transformer3DModel, plan: Plan, projections: Projections) -> AdaLNTables:
     """`AdaLNTables` prepared for a schedule.
 

@@ -15,11 +15,11 @@ from solgen.engine.adapters.overlay import Overlay, open_overlay
 from solgen.engine.adapters.source import preset_source
 from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
-from solgen.engine.host_memory import available_memory, check_host_memory
 from solgen.engine.machine import pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import check_reference
+from solgen.engine.memory import available_memory, check_host_memory
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.processor import H3Processor, read_tokenizer
 from solgen.engine.repository import Repository, open_repository
@@ -63,12 +63,12 @@ def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Reposi
     check_split(num_ranks, dp_size=first.preset.parallel.dp, num_heads=repository.num_heads(first.task))
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
+    check_prompts(jobs, repository)
+    H3Processor.from_folders(repository.folders["processor"], repository.folders["tokenizer"])
     if device.type == "cuda":
         ranks = min(num_ranks, torch.cuda.device_count())
         memory = first.preset.memory
         check_host_memory(memory, repository, first.task, num_ranks=ranks, available=available_memory())
-    check_prompts(jobs, repository)
-    H3Processor.from_folders(repository.folders["processor"], repository.folders["tokenizer"])
     return device, dataclasses.replace(repository, overlay=check_adapters(first, repository))
 
 

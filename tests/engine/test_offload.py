@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from solgen.engine.adapters.branch import add_branches
 from solgen.engine.adapters.merge import Delta
-from solgen.engine.host_memory import available_memory, check_host_memory
 from solgen.engine.loader import load_conditioner
+from solgen.engine.memory import available_memory, check_host_memory
 from solgen.engine.offload import LayerStream, stream_layers
 from solgen.engine.repository import open_repository
 from solgen.errors import InputError, SetupError

@@ -5,6 +5,8 @@
 hundred rows. The layers are read one after the other, applied to the rows of one call at a time, as in the call
 itself, so that the bits are those of the layer, and let go.
 
+Merged adapters are part of the layers. An adapter's branch beside a layer is part of what is tabulated.
+
 A table is found by the exact timesteps of a call: n values of t, or n pairs (t, r) of a two-time model.
 """
 
@@ -134,6 +136,11 @@ def projection_names(transformer: MiniMaxH3Transformer3DModel) -> list[str]:
     """Names of the linear layers that read the time embedding, in the order of a call."""
     blocks = range(len(transformer.transformer_blocks))
     return [*(f"transformer_blocks.{block}.adaln_proj.linear" for block in blocks), "norm_out.linear"]
+
+
+def is_projection(name: str) -> bool:
+    """Whether a module of the transformer is an AdaLN projection, by its name."""
+    return name.endswith("adaln_proj.linear") or name == "norm_out.linear"
 
 
 def build_tables(transformer: MiniMaxH3Transformer3DModel, plan: Plan, projections: Projections) -> AdaLNTables:

@@ -22,6 +22,7 @@ from solgen.engine.machine import model_dtype, pick_device
 from solgen.engine.media.ffmpeg import check_ffmpeg
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import check_reference
+from solgen.engine.memory import available_memory, check_host_memory
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.processor import H3Processor, read_tokenizer
 from solgen.engine.repository import Repository, open_repository
@@ -74,6 +75,10 @@ def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Reposi
         return device, repository
     check_prompts(jobs, repository)
     H3Processor.from_folders(repository.folders["processor"], repository.folders["tokenizer"])
+    if device.type == "cuda":
+        ranks = min(num_ranks, torch.cuda.device_count())
+        memory = first.preset.memory
+        check_host_memory(memory, repository, first.task, num_ranks=ranks, available=available_memory())
     return device, dataclasses.replace(repository, overlay=check_adapters(first, repository))
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from solgen.errors import SetupError
+
 ALIGNMENT = 512
 """Bytes between the starts of tensors, as PyTorch's own allocator has it: kernels are chosen by alignment too."""
 
@@ -48,7 +50,7 @@ class Shelf:
                 parameter.data = parameter.data.to(device)
         for module in layer.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(device)
+                setattr(module, name, buffer.to(device))
         return cls(piece, parts)
 
 
@@ -144,10 +146,20 @@ def _view(piece: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _page_locked(size: int) -> Tensor:
-    """Page-locked host memory of exactly this many bytes; PyTorch's own pinned allocator rounds to powers of two."""
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    piece = torch.frombuffer(memory, dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+    """Page-locked host memory of exactly this many bytes; PyTorch's own pinned allocator rounds to powers of two.
+
+    Raises:
+        SetupError: if the machine cannot spare it.
+    """
+    try:
+        memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        piece = torch.frombuffer(memory, dtype=torch.uint8)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+    except (OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SetupError(
+            f"cannot page-lock {size / 2**30:.2f} GiB more of host memory for a layer ({reason}); use --offload none"
+        ) from error
     weakref.finalize(piece, _unlock, piece.data_ptr()).atexit = False
     return piece
 

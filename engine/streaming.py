@@ -139,11 +139,10 @@ def owners(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 def put(module: nn.Module, attribute: str, tensor: Tensor) -> None:
     """Make a tensor a module's parameter or buffer, in place of one without memory."""
-    if attribute in module._buffers:
-        module._buffers[attribute] = tensor
-    else:
-        parameter = getattr(module, attribute)
-        setattr(module, attribute, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+    before = getattr(module, attribute)
+    if isinstance(before, nn.Parameter):
+        tensor = nn.Parameter(tensor, requires_grad=before.requires_grad)
+    setattr(module, attribute, tensor)
 
 
 def cast(tensor: Tensor, name: str, model_class: Any, dtype: torch.dtype) -> Tensor:
@@ -158,7 +157,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
     """Move what was computed instead of read."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            setattr(module, name, buffer.to(device))
 
 
 def _origin(name: str) -> str:

@@ -57,6 +57,6 @@ def _decode_tiles(vae: AutoencoderKLMiniMaxH3, latents: Tensor, at_once: int) ->
             for left, width in zip(lefts, widths, strict=True)
         ]
     )
-    decoded = torch.cat([vae.decoder(vae.post_quant_conv(batch)) for batch in tiles.split(at_once)])
-    rows = [list(row.split(1)) for row in decoded.split(len(lefts))]
+    decoded = [tile for batch in tiles.split(at_once) for tile in vae.decoder(vae.post_quant_conv(batch)).split(1)]
+    rows = [decoded[start : start + len(lefts)] for start in range(0, len(decoded), len(lefts))]
     return vae._stitch_tiles(rows, overlaps_y, overlaps_x)

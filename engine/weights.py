@@ -3,13 +3,11 @@
 A memory map would count every page it touched until the file is closed; plain reads hold one tensor.
 """
 
-import os
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +39,7 @@ READERS = 4
 
 
 class Weights:
-    """The files of one component, open within `with`."""
+    """The tensors of one component, to be read within `with`."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
@@ -52,24 +50,25 @@ class Weights:
         Raises:
             InputError: one line with the path of a broken file.
         """
-        self._folder = folder
-        self._entries = {
-            name: (file, entry) for file, header in read_headers(folder).items() for name, entry in header.items()
-        }
+        headers = read_headers(folder)
+        self._starts = {folder / file: _start(folder / file) for file in headers}
+        self._entries = {name: (folder / file, entry) for file, part in headers.items() for name, entry in part.items()}
         offsets = (entry["data_offsets"] for _, entry in self._entries.values())
         self._largest = max((end - begin for begin, end in offsets), default=0)
-        self._files: dict[str, tuple[BinaryIO, int]] = {}
-        self._stack = ExitStack()
+        self._readers = ThreadPoolExecutor(READERS)
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> "Weights":
-        self._readers = self._stack.enter_context(ThreadPoolExecutor(READERS))
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._files.clear()
+        self._readers.shutdown(cancel_futures=True)
         self._staging = torch.empty(0, dtype=torch.uint8)
-        self._stack.close()
+
+    def place(self, name: str) -> tuple[Path, int]:
+        """File and offset of a tensor: in this order they are read fastest."""
+        path, entry = self._entries[name]
+        return path, entry["data_offsets"][0]
 
     def read(self, name: str, device: torch.device) -> Tensor:
         """One tensor in its stored type.
@@ -81,43 +80,38 @@ class Weights:
         Raises:
             SetupError: if the file is shorter than its header promised.
         """
-        file, entry = self._entries[name]
+        path, entry = self._entries[name]
         begin, end = entry["data_offsets"]
-        size = end - begin
         if device.type == "cuda":
             if not self._staging.numel():
                 self._staging = torch.empty(self._largest, dtype=torch.uint8, pin_memory=True)
-            raw = self._staging[:size]
+            raw = self._staging[: end - begin]
         else:
-            raw = torch.empty(size, dtype=torch.uint8)
-        self._fill(raw, file, begin)
+            raw = torch.empty(end - begin, dtype=torch.uint8)
+        self._fill(raw, path, self._starts[path] + begin)
         return raw.view(DTYPES[entry["dtype"]]).view(entry["shape"]).to(device)
 
-    def _fill(self, raw: Tensor, name: str, begin: int) -> None:
-        file, start = self._open(name)
+    def _fill(self, raw: Tensor, path: Path, begin: int) -> None:
+        """Read the bytes of a file from `begin` on, several pieces at a time."""
         array: Any = raw.numpy()
-        view = memoryview(array)
+        whole = memoryview(array)
 
         def piece(offset: int) -> None:
-            part = view[offset : offset + PIECE]
-            while part:
-                count = os.preadv(file.fileno(), [part], start + begin + offset)
-                if not count:
-                    raise SetupError(f"{self._folder / name} ended early while it was read; download it again")
-                part, offset = part[count:], offset + count
+            rest = whole[offset : offset + PIECE]
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin + offset)
+                while rest:
+                    count = file.readinto(rest)
+                    if not count:
+                        raise SetupError(f"{path} ended early while it was read; download it again")
+                    rest = rest[count:]
 
-        for _ in self._readers.map(piece, range(0, len(view), PIECE)):
+        for _ in self._readers.map(piece, range(0, len(whole), PIECE)):
             pass
 
-    def _open(self, name: str) -> tuple[BinaryIO, int]:
-        """A file and where its tensors start."""
-        if name not in self._files:
-            file = self._stack.enter_context((self._folder / name).open("rb", buffering=0))
-            (length,) = struct.unpack("<Q", file.read(8))
-            self._files[name] = file, 8 + length
-        return self._files[name]
 
-    def place(self, name: str) -> tuple[str, int]:
-        """File and offset of a tensor: in this order they are read fastest."""
-        file, entry = self._entries[name]
-        return file, entry["data_offsets"][0]
+def _start(path: Path) -> int:
+    """Where a file's tensors start."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+    return 8 + length

@@ -1,6 +1,8 @@
 """Layers that pass through two slots compute what they always did; their weights are whole again afterwards."""
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +11,13 @@ from torch import Tensor, nn
 
 from solgen.engine.adapters.branch import add_branches
 from solgen.engine.adapters.merge import Delta
-from solgen.engine.generate import generate
 from solgen.engine.loader import load_conditioner
+from solgen.engine.memory import available_memory, check_host_memory
 from solgen.engine.offload import LayerStream, stream_layers
-from solgen.errors import InputError
+from solgen.engine.repository import open_repository
+from solgen.errors import InputError, SetupError
 from solgen.presets.demo import demo_model_path
-from solgen.presets.schema import load_preset
+from solgen.presets.schema import Memory, Model, load_preset
 from tests.engine.packed import packed
 
 CPU = torch.device("cpu")
@@ -121,17 +124,37 @@ def test_the_conditioner_passes_its_layers() -> None:
     assert torch.equal(*hidden)
 
 
-def test_latents_have_the_same_bits_wherever_weights_wait(small_job, listener) -> None:
-    def run(offload: str) -> dict:
-        return generate([small_job(f"{offload}.mp4", offload=offload, steps=2)], listener)[0]
-
-    none, layers = run("none"), run("layers")
-    assert none["latents_sha256"] == layers["latents_sha256"]
-    assert layers["request"]["settings"]["memory"]["offload"] == "layers"
-
-
 def test_what_cannot_be_offloaded_is_refused(small_job) -> None:
     with pytest.raises(InputError, match="offload"):
         small_job(offload="disk")
     with pytest.raises(InputError, match="without their AdaLN projections"):
         load_preset("demo", ("--set", {"memory": {"offload": "layers", "tables": "off"}}))
+
+
+def test_a_host_without_room_is_refused_by_the_headers() -> None:
+    repository = open_repository(Model(source="demo"), "t2va")
+    conditioner = load_conditioner(repository.folders["text_encoder"], device=CPU, dtype=torch.bfloat16)
+    layers = sum(parameter.nbytes for parameter in conditioner.model.language_model.layers.parameters())
+    model = MiniMaxH3Transformer3DModel.from_pretrained(repository.folders["transformer"], dtype=torch.bfloat16)
+    named = model.transformer_blocks.named_parameters()
+    blocks = sum(parameter.nbytes for name, parameter in named if "adaln" not in name)
+
+    def check(offload: str, available: int | None, ranks: int = 1) -> None:
+        check_host_memory(Memory(offload=offload), repository, "t2va", num_ranks=ranks, available=available)
+
+    check("none", 0)
+    check("layers", None)
+    check("text-encoder", layers)
+    check("layers", layers + 2 * blocks, ranks=2)
+    with pytest.raises(SetupError, match=r"--offload text-encoder keeps 0.0 GiB .* 0.0 GiB are available"):
+        check("text-encoder", layers - 1)
+    with pytest.raises(SetupError, match="for 2 process"):
+        check("layers", layers + 2 * blocks - 1, ranks=2)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux says how much memory is left")
+def test_memory_that_is_left_is_part_of_what_there_is() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    left = available_memory()
+    assert left is not None
+    assert 0 < left <= total

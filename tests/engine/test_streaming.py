@@ -14,10 +14,12 @@ from torch import nn
 
 from solgen.engine.adaln import projection_names
 from solgen.engine.components import MODELS
+from solgen.engine.loader import load_transformer
 from solgen.engine.streaming import stream_model, stream_projections, stream_transformer
 from solgen.engine.weights import DTYPES, Weights
 from solgen.errors import InputError, SetupError
 from solgen.presets.demo import demo_model_path
+from solgen.presets.schema import Memory
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -198,3 +200,23 @@ def test_loading_peaks_at_the_model_and_a_kill_halfway_breaks_nothing(large: Pat
     whole = sum(path.stat().st_size for path in large.glob("*.safetensors"))
     assert 6e8 < report["size"] < whole - 3e8
     assert report["peak"] < report["size"] + 2 * 1024**3 / 10
+
+
+@pytest.mark.gpu
+def test_the_same_bits_arrive_on_a_gpu() -> None:
+    """Every model directly, and the transformer with its blocks in page-locked host memory."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    cuda, dtype = torch.device("cuda"), torch.bfloat16
+    for name in ("transformer", "vae", "audio_vae"):
+        folder = demo_model_path() / name
+        model = stream_model(MODELS[name], folder, device=cuda, dtype=dtype)
+        assert {tensor.device.type for tensor in model.state_dict().values()} == {"cuda"}
+        assert_same(model.cpu(), MODELS[name].from_pretrained(folder, dtype=dtype))
+    folder = demo_model_path() / "transformer"
+    streamed, tables = load_transformer(folder, None, device=cuda, dtype=dtype, memory=Memory(offload="layers"))
+    assert tables is not None
+    expected = MiniMaxH3Transformer3DModel.from_pretrained(folder, dtype=dtype).state_dict()
+    for name, tensor in streamed.state_dict().items():
+        assert torch.equal(tensor.cpu(), expected[name])
+        assert tensor.is_pinned() == (name.startswith("transformer_blocks.") and tensor.ndim > 1)

@@ -272,7 +272,13 @@ def start_run(clip: Clip, mesh: Mesh, span: Span = nullcontext) -> AttentionRun:
     preset = clip.request.preset
     video_rows = clip.state.get("token_order").video_rows
     ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
-    return AttentionRun.start(preset.attention, video_rows, ulysses, fused=runs_fused(preset.fusion, video_rows.device))
+    return AttentionRun.start(
+        preset.attention,
+        video_rows,
+        ulysses,
+        fused=runs_fused(preset.fusion, video_rows.device),
+        parallel=preset.parallel,
+    )
 
 
 def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> dict[str, Any]:

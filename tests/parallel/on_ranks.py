@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
@@ -26,7 +27,7 @@ from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Ulysses
 from solgen.parallel.world import World
 from solgen.presets.demo import demo_model_path
-from solgen.presets.schema import Attention
+from solgen.presets.schema import Attention, Parallel
 
 GRID = (5, 8, 8)
 CASES = [
@@ -41,6 +42,16 @@ CASES = [
     ("sol-attn2", 20, True),
 ]
 """Attention, rows of prompt (one token apart makes 500 and 501 rows, the last block ragged by 52 and by 53), fusion."""
+
+
+WIRES = [
+    ("bf16", "sol-attn2", 19, True),
+    ("fp8", "sol-attn2", 19, False),
+    ("fp8", "sol-attn2", 20, False),
+    ("fp8", "sol-attn2", 20, True),
+    ("fp8", "fp8", 20, False),
+]
+"""Wire, attention, rows of prompt, overlap."""
 
 
 class Recorded(BlockAttention):
@@ -68,6 +79,7 @@ def measure(job: Job) -> dict[str, Any]:
         model.eval()
         return {
             "outputs": {case: forward(model, mesh, *case) for case in CASES},
+            "wires": {case: over_wire(model, mesh, *case) for case in WIRES},
             "routes": gather(world, record_routes(model, mesh)),
             "request": gather(world, run_request(world, mesh, job)),
         }
@@ -115,11 +127,18 @@ def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
 
 
 def start(
-    model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, *, fuse: bool = False, **attention: Any
+    model: MiniMaxH3Transformer3DModel,
+    mesh: Mesh,
+    order: TokenOrder,
+    *,
+    fuse: bool = False,
+    parallel: Parallel | None = None,
+    **attention: Any,
 ) -> AttentionRun:
     """Install attention for one call."""
     ulysses = Ulysses.over(mesh, order.order.numel(), block=64)
-    run = AttentionRun.start(Attention(dense_blocks="0,5", **attention), order.video_rows, ulysses, fused=fuse)
+    settings = Attention(dense_blocks="0,5", **attention)
+    run = AttentionRun.start(settings, order.video_rows, ulysses, fused=fuse, parallel=parallel)
     run.begin_step(0)
     install_attention(model, run)
     return run
@@ -135,6 +154,30 @@ def forward(
     with fused(model, fuse), sharded(model, run.ulysses):
         video, audio = model(**inputs)
     return video, audio, run.density_table()[0]
+
+
+@torch.no_grad()
+def over_wire(
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, wire: str, backend: str, text: int, overlap: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], int]:
+    """Video and audio rows of one call, its densities, and the bytes that this rank sent as packets."""
+    inputs, order = packed(text)
+    run = start(model, mesh, order, parallel=Parallel(wire=wire, overlap=overlap), backend=backend)
+    sent = 0
+    exchange = dist.all_to_all_single
+
+    def count(output: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += source.nbytes if source.dtype == torch.uint8 else 0
+        return exchange(output, source, *args, **options)
+
+    dist.all_to_all_single = count
+    try:
+        with sharded(model, run.ulysses):
+            video, audio = model(**inputs)
+    finally:
+        dist.all_to_all_single = exchange
+    return video, audio, run.density_table()[0], sent
 
 
 @torch.no_grad()

@@ -110,6 +110,10 @@ REFUSED = {
     "three": (["--gpus", "3"], "8 heads cannot be split over 3 GPUs; use 1, 2, 4 or 8"),
     "none": (["--gpus", "0"], "--gpus 0; expected 1 or more"),
     "uneven groups": (["--gpus", "3", "--set", "parallel.dp=2"], "parallel.dp=2 does not divide 3 GPUs"),
+    "a wire for other attention": (
+        ["--gpus", "2", "--set", "parallel.wire=fp8", "--attention", "dense"],
+        "--attention dense attends in 16 bit; use sol-attn2 or fp8, or parallel.wire=bf16",
+    ),
     "no groups": (["--set", "parallel.dp=0"], "parallel.dp"),
 }
 

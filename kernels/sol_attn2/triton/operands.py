@@ -7,7 +7,8 @@ Key columns of every value tile are stored in the order that lets the FP8 produc
 registers: stored column c of a 64-wide tile holds token `VALUE_ORDER[c]` of the block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -31,6 +32,11 @@ class Operands:
     k_mean: torch.Tensor  # [G, D] fp32, zero without key smoothing
     v_mean: torch.Tensor  # [G, D] fp32, zero without value smoothing
     num_rows: int
+
+    def heads(self, group: slice) -> "Operands":
+        """Those of some heads; views."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Operands(**{name: x[group] if torch.is_tensor(x) else x for name, x in values.items()})
 
 
 @dataclass(frozen=True)

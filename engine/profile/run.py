@@ -110,8 +110,8 @@ def profile(
     }
     reports = [arm_report(arm, transformer, device, world) for arm in arms]
     compare(reports)
-    if mesh.leads and weights is None:
-        _decode(pipeline, clip)
+    if weights is None:
+        _decode(pipeline, clip, mesh)
     return record(device) | {"facts": facts, "arms": reports, "stages": dict(stages.seconds)}
 
 
@@ -160,11 +160,12 @@ def _prepare(
     return pipeline, None
 
 
-def _decode(pipeline: H3Pipeline, clip: Clip) -> None:
+def _decode(pipeline: H3Pipeline, clip: Clip, mesh: Mesh) -> None:
     """Decode the noise: decoding takes as long whatever it decodes."""
     with torch.no_grad():
         pipeline.blocks.sub_blocks["denoise.after_denoise"](pipeline, clip.state)
-    with clip.stages.stage("decode audio"):
-        decode_audio(pipeline, clip.state.get("audio_latents"))
+    if mesh.leads:
+        with clip.stages.stage("decode audio"):
+            decode_audio(pipeline, clip.state.get("audio_latents"))
     with clip.stages.stage("decode video"):
-        decode_video(pipeline, clip.state.get("latents"))
+        decode_video(pipeline, clip.state.get("latents"), mesh)

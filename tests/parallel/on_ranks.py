@@ -14,9 +14,12 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from solgen.engine.attention import AttentionRun, BlockAttention, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
+from solgen.engine.decode import decode_video
 from solgen.engine.fusion import fused
 from solgen.engine.generate import Clip, encode, generate, load, sample
+from solgen.engine.loader import load_decoders
 from solgen.engine.packing import TokenOrder, cube_token_order
+from solgen.engine.repository import open_repository
 from solgen.engine.sharding import sharded
 from solgen.engine.stages import Silent, Stages
 from solgen.errors import SolgenError
@@ -27,8 +30,9 @@ from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Ulysses
 from solgen.parallel.world import World
 from solgen.presets.demo import demo_model_path
-from solgen.presets.schema import Attention, Parallel
+from solgen.presets.schema import Attention, Model, Parallel
 
+CPU = torch.device("cpu")
 GRID = (5, 8, 8)
 CASES = [
     ("dense", 19),
@@ -101,6 +105,16 @@ def check_exchanges(mesh: Mesh) -> None:
                 assert tensor.stride(-1) == 1
             assert torch.equal(ulysses.to_rows(there[1]), mine[1])
             assert torch.equal(ulysses.gather(mine[2].flatten(2)), whole[2].flatten(2))
+
+
+def decode(shape: tuple[int, int, int]) -> list[list[Any]]:
+    """Frames that every rank is left with, of random latents [frames, height, width]."""
+    world = World.from_environment()
+    with joined(world), torch.no_grad():
+        mesh = Mesh.over(world, dp_size=1, device_type="cpu")
+        pipeline = load_decoders(open_repository(Model(source="demo"), "t2va"), device=CPU, dtype=torch.float32)
+        latents = torch.randn(1, 24, *shape, generator=torch.Generator().manual_seed(5))
+        return gather(world, decode_video(pipeline, latents, mesh))
 
 
 def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
@@ -239,4 +253,5 @@ def fail(kind: str, job: Job, pids: Path) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with joined(world):
-        return generate([job], FailingAt(kind) if guilty else Silent(), on_step=on_step, world=world)
+        stage = "decode video" if kind == "decoding helper" else kind
+        return generate([job], FailingAt(stage) if guilty else Silent(), on_step=on_step, world=world)

@@ -7,7 +7,7 @@ Key columns of every value tile are stored in the order that lets the FP8 produc
 registers: stored column c of a 64-wide tile holds token `VALUE_ORDER[c]` of the block.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class Operands:
 
     def heads(self, group: slice) -> "Operands":
         """Those of some heads; views."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Operands(**{name: x[group] if torch.is_tensor(x) else x for name, x in values.items()})
+        values: dict[str, Any] = {name: x[group] if torch.is_tensor(x) else x for name, x in vars(self).items()}
+        return Operands(**values)
 
 
 @dataclass(frozen=True)

@@ -64,16 +64,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises:
         SetupError: without matplotlib.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SetupError("--plot needs matplotlib, which is not installed; pip install 'solgen[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    plots = pyplot()
     arms = report["arms"]
     names = [row["name"] for row in arms[0]["modules"] if row["part_of"] is None]
-    figure, axes = pyplot.subplots(figsize=(4.5 + 1.2 * len(arms), 5))
+    figure, axes = plots.subplots(figsize=(4.5 + 1.2 * len(arms), 5))
     bottoms = [0.0] * len(arms)
     for name in names:
         values = [next(row["ms"] for row in arm["modules"] if row["name"] == name) / 1e3 for arm in arms]
@@ -89,7 +83,23 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plots.close(figure)
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files.
+
+    Raises:
+        SetupError: without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise SetupError("--plot needs matplotlib, which is not installed; pip install 'solgen[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _ms(value: float) -> str:

@@ -1,0 +1,104 @@
+"""One profile on several numbers of GPUs: how much faster, and what is lost to communication and uneven shares."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from solgen.engine.profile.breakdown import COMMUNICATION
+from solgen.engine.profile.plan import STOCK
+from solgen.engine.profile.show import pyplot
+from solgen.errors import InputError
+
+
+def gpu_counts(given: str | None, *, names: Sequence[str] | None, trace: Path | None) -> list[int]:
+    """Numbers of GPUs of `--gpus 1,2`; none where nothing is given.
+
+    Args:
+        given: As on the command line.
+        names: Ways of attending.
+        trace: Where a trace is to be written.
+
+    Raises:
+        InputError: if they are not different whole numbers, or do not go with the rest.
+    """
+    if given is None:
+        return []
+    parts = [part.strip() for part in given.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise InputError(f"--gpus {given}; expected a number, or different ones as 1,2,4")
+    counts = [int(part) for part in parts]
+    if STOCK in (names or ()) and max(counts) > 1:
+        raise InputError("the stock call runs on one GPU; leave stock out of --attention, or --gpus")
+    if trace is not None and len(counts) > 1:
+        raise InputError(f"--trace writes one file, and --gpus lists {len(counts)} profiles; give one number")
+    return counts
+
+
+def scaling(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What every arm gains from more GPUs.
+
+    Args:
+        reports: Of one request, each on another number of GPUs.
+
+    Returns:
+        A row for every arm and report. `speedup` is over the first report, `efficiency` that speed-up for each GPU it
+        took. `communication_ms` is what the call waits for exchanges, on rank 0 and under the instruments;
+        `communication_share` of the instrumented call; `imbalance` by how much the busiest rank computes longer than
+        the mean.
+    """
+    rows = []
+    for place, first in enumerate(reports[0]["arms"]):
+        for report in reports:
+            arm, gpus = report["arms"][place], report["facts"]["world size"]
+            speedup = first["call_ms"] / arm["call_ms"]
+            communication = next(row["ms"] for row in arm["modules"] if row["name"] == COMMUNICATION)
+            rows.append(
+                {
+                    "arm": arm["name"],
+                    "gpus": gpus,
+                    "call_ms": arm["call_ms"],
+                    "speedup": speedup,
+                    "efficiency": speedup * reports[0]["facts"]["world size"] / gpus,
+                    "communication_ms": communication,
+                    "communication_share": communication / arm["instrumented_ms"],
+                    "imbalance": arm.get("imbalance", 0.0),
+                    "peak_gib": arm["peak_gib"],
+                }
+            )
+    return rows
+
+
+def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for every arm and number of GPUs."""
+    columns = ("GPUs", "call, ms", "faster", "efficiency", "exposed communication, ms", "of the call", "imbalance")
+    table = Table("", *columns, "peak, GiB", title=f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}")
+    for row in rows:
+        shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
+        peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        times = f"{row['call_ms']:,.1f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
+        table.add_row(row["arm"], str(row["gpus"]), *times, f"{row['communication_ms']:,.1f}", *shares, peak)
+    return table
+
+
+def scaling_plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Speed-up of every arm over the number of GPUs, beside the ideal one.
+
+    Raises:
+        SetupError: without matplotlib.
+    """
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(6, 4.5))
+    counts = sorted({row["gpus"] for row in rows})
+    axes.plot(counts, [count / rows[0]["gpus"] for count in counts], "--", color="grey", label="ideal")
+    for name in dict.fromkeys(row["arm"] for row in rows):
+        mine = sorted((row["gpus"], row["speedup"]) for row in rows if row["arm"] == name)
+        axes.plot(*zip(*mine, strict=True), marker="o", label=name)
+    axes.set_xticks(counts)
+    axes.set(xlabel="GPUs", ylabel=f"times the speed of {rows[0]['gpus']}", title=title)
+    axes.legend()
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plots.close(figure)

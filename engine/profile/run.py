@@ -103,6 +103,8 @@ def profile(
         "weights": repository.source,
         "linear": request.preset.linear,
         "world size": world.size,
+        "wire": request.preset.parallel.wire,
+        "overlap": "on" if request.preset.parallel.overlap else "off",
         "rows": arms[0].run.video_rows.numel(),
         **{f"{name} rows": clip.state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")},
         "denoiser call": f"{bench.index + 1} of {steps}, on noise",

@@ -3,6 +3,7 @@
 import json
 import secrets
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -146,10 +147,14 @@ def profile(
     counts = gpu_counts(gpus, names=names, trace=trace)
     plan = partial(plan_arms, options.request_options(given), names, dummy=dummy_weights, text_rows=text_rows)
     if len(counts) > 1:
+        from solgen.engine.profile.scaling import scaling
         from solgen.ranks import run_counts
 
-        reports = run_counts(_profile, plan, counts=counts, debug=debug, names=names, runs=runs)
-        _show_scaling(reports, plot, as_json)
+        with tempfile.TemporaryDirectory(prefix="solgen-outputs-") as folder:
+            outputs = Path(folder)
+            reports = run_counts(_profile, plan, counts=counts, debug=debug, names=names, runs=runs, outputs=outputs)
+            rows = scaling(reports, outputs)
+        _show_scaling(rows, reports, plot, as_json)
         return
     from solgen.ranks import run
 
@@ -170,12 +175,11 @@ def profile(
         show(tables(report))
 
 
-def _show_scaling(reports: list[dict[str, Any]], plot: Path | None, as_json: bool) -> None:
+def _show_scaling(rows: list[dict[str, Any]], reports: list[dict[str, Any]], plot: Path | None, as_json: bool) -> None:
     from solgen.engine.bench.show import show
-    from solgen.engine.profile.scaling import scaling, scaling_plot, scaling_table
+    from solgen.engine.profile.scaling import scaling_plot, scaling_table
     from solgen.engine.profile.show import headline, tables
 
-    rows = scaling(reports)
     if plot is not None:
         scaling_plot(rows, f"{reports[0]['device']}, {reports[0]['facts']['rows']:,} rows", plot)
     if as_json:

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
+from safetensors.torch import load_file
 
 from solgen.engine.profile.breakdown import COMMUNICATION
 from solgen.engine.profile.plan import STOCK
@@ -36,23 +38,32 @@ def gpu_counts(given: str | None, *, names: Sequence[str] | None, trace: Path | 
     return counts
 
 
-def scaling(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What every arm gains from more GPUs.
+def output_file(folder: Path, arm: str, gpus: int) -> Path:
+    """Where a profile leaves the video and audio rows that an arm's timed call predicts."""
+    return folder / f"{arm}-{gpus}.safetensors"
+
+
+def scaling(reports: Sequence[dict[str, Any]], outputs: Path) -> list[dict[str, Any]]:
+    """What every arm gains from more GPUs, and whether it computes the same.
 
     Args:
         reports: Of one request, each on another number of GPUs.
+        outputs: Folder with the `output_file` of every arm and report.
 
     Returns:
         A row for every arm and report. `speedup` is over the first report, `efficiency` that speed-up for each GPU it
         took. `communication_ms` is what the call waits for exchanges, on rank 0 and under the instruments;
         `communication_share` of the instrumented call; `imbalance` by how much the busiest rank computes longer than
-        the mean.
+        the mean; `video_error` and `audio_error` the distance of the output to the first report's, over its norm.
     """
     rows = []
     for place, first in enumerate(reports[0]["arms"]):
+        expected = load_file(output_file(outputs, first["name"], reports[0]["facts"]["world size"]))
         for report in reports:
             arm, gpus = report["arms"][place], report["facts"]["world size"]
             speedup = first["call_ms"] / arm["call_ms"]
+            found = load_file(output_file(outputs, arm["name"], gpus))
+            errors = {f"{name}_error": _distance(found[name], expected[name]) for name in ("video", "audio")}
             communication = next(row["ms"] for row in arm["modules"] if row["name"] == COMMUNICATION)
             rows.append(
                 {
@@ -65,20 +76,34 @@ def scaling(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     "communication_share": communication / arm["instrumented_ms"],
                     "imbalance": arm.get("imbalance", 0.0),
                     "peak_gib": arm["peak_gib"],
+                    **errors,
                 }
             )
     return rows
 
 
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
 def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line for every arm and number of GPUs."""
     columns = ("GPUs", "call, ms", "faster", "efficiency", "exposed communication, ms", "of the call", "imbalance")
-    table = Table("", *columns, "peak, GiB", title=f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}")
+    table = Table(
+        "",
+        *columns,
+        "peak, GiB",
+        "error, video",
+        "audio",
+        title=f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}",
+    )
     for row in rows:
         shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
+        errors = (f"{row[name]:.1e}" for name in ("video_error", "audio_error"))
         peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         times = f"{row['call_ms']:,.1f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
-        table.add_row(row["arm"], str(row["gpus"]), *times, f"{row['communication_ms']:,.1f}", *shares, peak)
+        table.add_row(row["arm"], str(row["gpus"]), *times, f"{row['communication_ms']:,.1f}", *shares, peak, *errors)
     return table
 
 

@@ -34,9 +34,10 @@ class Operands:
     num_rows: int
 
     def heads(self, group: slice) -> "Operands":
-        """Those of some heads; views."""
+        """Those of some heads: views, but for scales and means, which kernels expect to begin at aligned addresses."""
         values: dict[str, Any] = {name: x[group] if torch.is_tensor(x) else x for name, x in vars(self).items()}
-        return Operands(**values)
+        small = {name: x.clone() for name, x in values.items() if torch.is_tensor(x) and x.dtype == torch.float32}
+        return Operands(**values | small)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ def _pack_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    o_p = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    o_p = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     m_p = o_p < num_pairs
-    o_n, o_h = o_p // HEADS, o_p % HEADS
+    o_n, o_h = (o_p // HEADS).to(tl.int64), o_p % HEADS
     o_d = tl.arange(0, D)[None, :]
     p_x += o_n[:, None] * stride_row + o_h[:, None] * stride_head + o_d
     b_x = tl.load(p_x, mask=m_p[:, None], other=0.0).to(tl.float32)
@@ -61,10 +61,10 @@ def _unpack_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    o_p = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    o_p = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     m_p = o_p < num_pairs
     o_n, o_g = o_p // ALL_HEADS, o_p % ALL_HEADS
-    o_row, o_h = o_g // HEADS * num_rows + o_n, o_g % HEADS
+    o_row, o_h = (o_g // HEADS * num_rows + o_n).to(tl.int64), o_g % HEADS
     o_d = tl.arange(0, D)[None, :]
     p_codes += o_row[:, None] * (HEADS * (D + 4)) + o_h[:, None] * D + o_d
     b_codes = tl.load(p_codes, mask=m_p[:, None], other=0)
@@ -73,7 +73,7 @@ def _unpack_kernel(
     if INTEGER:  # which decodes finite bytes alone
         b_x = tl.where((b_codes & 0x7F) == 0x7F, float("nan"), b_x)
     b_y = b_x * b_scale[:, None] + tl.load(p_mean + o_g[:, None] * D + o_d)
-    tl.store(p_out + o_p[:, None] * D + o_d, b_y.to(p_out.dtype.element_ty), mask=m_p[:, None])
+    tl.store(p_out + o_p.to(tl.int64)[:, None] * D + o_d, b_y.to(p_out.dtype.element_ty), mask=m_p[:, None])
 
 
 def pack_output(x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,9 @@ def join_statistics(parts: torch.Tensor, num_rows: int, *, smooth: bool) -> Head
     mean = total / num_rows if smooth else torch.zeros_like(total)
     # x - mean rounds monotonically in x: the extremes give the largest deviation exactly.
     deviation = (parts[:, :, 1].amax(0) - mean).abs().maximum((parts[:, :, 2].amin(0) - mean).abs())
-    return HeadStatistics(mean, (deviation.amax(1) / E4M3_MAX).clamp(min=SCALE_FLOOR))
+    # Divided by a tensor: by a number, a GPU would multiply with its rounded inverse.
+    scale = deviation.amax(1) / total.new_full((), E4M3_MAX)
+    return HeadStatistics(mean, scale.clamp(min=SCALE_FLOOR))
 
 
 def pack_rows(query: torch.Tensor, key: torch.Tensor, key_mean: torch.Tensor | None) -> torch.Tensor:

@@ -5,9 +5,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
 from solgen.kernels.sol_attn2.triton import output as kernels
+from solgen.kernels.sol_attn2.triton.prepare import prepare
 from solgen.kernels.sol_attn2.triton.statistics import channel_statistics
-from solgen.kernels.sol_attn2.wire import OUTPUT_BYTES
+from solgen.kernels.sol_attn2.wire import (
+    OUTPUT_BYTES,
+    attend_operands,
+    join_statistics,
+    pack_rows,
+    pack_values,
+    unpack_operands,
+)
+from solgen.kernels.sol_attn2.wire import channel_statistics as wire_statistics
 from solgen.kernels.sol_attn2.wire.output import pack_output_reference, unpack_output_reference
 
 
@@ -74,6 +84,36 @@ def test_statistics_of_channels(device, packed_qkv, num_rows):
     assert ((found[:, 0] - x.sum(1)).abs() <= bound).all()
     assert torch.equal(found[:, 1].double(), x.amax(1))
     assert torch.equal(found[:, 2].double(), x.amin(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("smooth", [True, False], ids=["smooth", "plain"])
+def test_operands_of_two_ranks_are_those_of_one(large, packed_qkv, smooth):
+    tensors, shares = packed_qkv(1001, 4, large), (512, 489)
+    config = SolAttn2Config(epsilon=0.1, smooth_key=smooth, smooth_value=smooth)
+    query, key, value = (x.split(shares, dim=2) for x in tensors)
+    of_keys, of_values = (
+        join_statistics(torch.stack([wire_statistics(x) for x in parts]), 1001, smooth=smooth) for parts in (key, value)
+    )
+    rows = [pack_rows(q, k, of_keys.mean) for q, k in zip(query, key, strict=True)]
+    values = [pack_values(v, of_values) for v in value]
+    found = unpack_operands(rows, values, num_rows=1001, key_mean=of_keys.mean, value=of_values)
+    alone = prepare(*tensors, config=config)
+    for name in ("q_codes", "q_scale", "q_units", "k_units", "v_units"):
+        assert torch.equal(getattr(found, name).float(), getattr(alone, name).float()), name
+    if not smooth:
+        for name in ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "v_mean"):
+            assert torch.equal(getattr(found, name).float(), getattr(alone, name).float()), name
+    output, details = attend_operands(found, config=config, dtype=torch.bfloat16)
+    expected, whole = sol_attn2(*tensors, config=config, details=True)
+    assert torch.equal(details.packed_route, whole.packed_route)
+    # Sums over ranks are added in another order: an ulp of a mean, which moves few codes.
+    assert (output - expected).norm() <= (5e-3 if smooth else 0) * expected.norm()
+    halves = [
+        attend_operands(found.heads(pair), config=config, dtype=torch.bfloat16)[0]
+        for pair in (slice(0, 1), slice(1, 4))
+    ]
+    assert torch.equal(torch.cat(halves, dim=1), output)
 
 
 def test_in_the_interpreter(run_in_interpreter):

@@ -36,7 +36,7 @@ from solgen.kernels.sol_attn2.config import BLOCK
 from solgen.parallel.agree import LostRankError, gather, share, together
 from solgen.parallel.launch import unwinding
 from solgen.parallel.mesh import Mesh
-from solgen.parallel.ulysses import Span, Ulysses
+from solgen.parallel.ulysses import Flight, Span, Ulysses
 from solgen.parallel.world import World
 
 CONDITIONS = ("before_encode", "text_encoder", "vae_encoder")
@@ -264,17 +264,18 @@ def lay_out(pipeline: H3Pipeline, clip: Clip) -> None:
             pipeline.tables.prepare(state.get("row_timestep_plan"))
 
 
-def start_run(clip: Clip, mesh: Mesh, span: Span = nullcontext) -> AttentionRun:
+def start_run(clip: Clip, mesh: Mesh, span: Span = nullcontext, flight: Flight | None = None) -> AttentionRun:
     """What the attention processors share, for a sequence that is laid out.
 
     Args:
         clip: Laid out.
         mesh: Ranks that share the sequence.
-        span: Surrounds every exchange between them.
+        span: Surrounds every wait for an exchange between them.
+        flight: Told of every exchange.
     """
     preset = clip.request.preset
     video_rows = clip.state.get("token_order").video_rows
-    ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
+    ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span, flight=flight)
     return AttentionRun.start(
         preset.attention,
         video_rows,

@@ -26,6 +26,9 @@ Arrival = Callable[[], T]
 Span = Callable[[str], AbstractContextManager[object]]
 """Surrounds the wait for an exchange, to measure it: "heads" of those around attention, "rows" of those that gather."""
 
+Flight = Callable[[dist.Work], None]
+"""Told of every exchange that has begun, to measure it to its end whatever runs beside it."""
+
 
 def split_rows(num_rows: int, num_ranks: int, *, block: int) -> tuple[int, ...]:
     """Rows of every rank: whole blocks, as evenly as they go, the earlier ranks first; the last block is ragged.
@@ -50,19 +53,23 @@ class Ulysses:
         rank: This rank's number in it.
         rows: Rows of every rank; they add up to N.
         span: Surrounds every wait for an exchange.
+        flight: Told of every exchange; None where nobody asks.
     """
 
     group: dist.ProcessGroup
     rank: int
     rows: tuple[int, ...]
     span: Span = nullcontext
+    flight: Flight | None = None
 
     @classmethod
-    def over(cls, mesh: Mesh, num_rows: int, *, block: int, span: Span = nullcontext) -> "Ulysses | None":
+    def over(
+        cls, mesh: Mesh, num_rows: int, *, block: int, span: Span = nullcontext, flight: Flight | None = None
+    ) -> "Ulysses | None":
         """The exchanges of `num_rows` rows over the mesh's "sp" axis, None when that is one rank."""
         if mesh.sp_group is None or mesh.sp_size == 1:
             return None
-        return cls(mesh.sp_group, mesh.sp_rank, split_rows(num_rows, mesh.sp_size, block=block), span)
+        return cls(mesh.sp_group, mesh.sp_rank, split_rows(num_rows, mesh.sp_size, block=block), span, flight)
 
     def local(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's rows of a tensor with N of them along `dim`; a view."""
@@ -140,8 +147,10 @@ class Ulysses:
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors of one shape, [P, ...] in their order, on all of them."""
         stacked = tensor.new_empty(len(self.rows), *tensor.shape)
-        with self.span("heads"), collective():
-            dist.all_gather(list(stacked), tensor.contiguous(), group=self.group)
+        source = tensor.contiguous()
+        with collective():
+            work = dist.all_gather(list(stacked), source, group=self.group, async_op=True)
+        self._arrival("heads", work, source)()
         return stacked
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,9 +172,16 @@ class Ulysses:
         """Begin an all-to-all, `sent` to and `received` from every rank in entries of the first dimension."""
         with collective():
             work = dist.all_to_all_single(output, source, received, sent, group=self.group, async_op=True)
+        return self._arrival(name, work, source)
+
+    def _arrival(self, name: str, work: dist.Work, source: torch.Tensor) -> Arrival[None]:
+        if self.flight is not None:
+            self.flight(work)
+        kept = [source]  # until this stream has waited, whoever waited before
 
         def arrive() -> None:
             with self.span(name), collective():
                 work.wait()
+            kept.clear()
 
         return arrive

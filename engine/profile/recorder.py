@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from solgen.engine.machine import synchronize
+
+FLIGHT = "in flight"
+"""Name of the spans of exchanges from their begin to their end."""
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Recorder:
         self._device = device
         self._spans: list[tuple[str, Any, Any]] = []
         self._handles: list[Any] = []
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -39,6 +44,18 @@ class Recorder:
     def span_if_watching(self, name: str) -> AbstractContextManager[None]:
         """`span` while modules are watched, else nothing."""
         return self.span(name) if self._handles else nullcontext()
+
+    def flight(self, work: dist.Work) -> None:
+        """Time an exchange between ranks to its end, as "in flight", while modules are watched."""
+        if not self._handles:
+            return
+        start = self._now()
+        if self._device.type != "cuda":
+            work.get_future().add_done_callback(lambda _: self._spans.append((FLIGHT, start, time.perf_counter())))
+            return
+        with torch.cuda.stream(self._aside):
+            work.wait()
+            self._spans.append((FLIGHT, start, self._now()))
 
     @contextmanager
     def watching(self, modules: list[tuple[str, nn.Module]]) -> Iterator[None]:

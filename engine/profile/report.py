@@ -8,7 +8,7 @@ from diffusers import MiniMaxH3Transformer3DModel
 
 from solgen.engine.profile.arms import Arm
 from solgen.engine.profile.breakdown import ATTENTION
-from solgen.engine.profile.recorder import Total
+from solgen.engine.profile.recorder import FLIGHT, Total
 from solgen.engine.profile.stock import replaced_projections, stock_dense
 from solgen.engine.sidecar import finite
 from solgen.parallel.agree import gather
@@ -22,7 +22,8 @@ def arm_report(
 
     `density` is the kept share of the pairs of video blocks, as `--density` asks; `density_all` counts pairs with
     text and sound too. Both are means over the sparse blocks of the last call. Every rank takes part; with several,
-    `imbalance` is by how much the busiest computes longer than the mean.
+    `imbalance` is by how much the busiest computes longer than the mean, `hidden_ms` the time of exchanges that passed
+    behind computation.
     """
     run, rows = arm.run, arm.rows()
     blocks = run.density_table()[-1] if run.densities else {}
@@ -47,6 +48,7 @@ def arm_report(
         "fusion": run.fused and not arm.stock,
         "adaln": "tables" if replaced_projections(transformer) and not arm.stock else "projections",
         **({"imbalance": max(busy) / statistics.fmean(busy) - 1} if len(busy) > 1 else {}),
+        **({"hidden_ms": hidden_ms(arm.median_call())} if world.size > 1 else {}),
         "modules": rows,
     }
 
@@ -68,5 +70,13 @@ def compare(reports: list[dict[str, Any]]) -> None:
 
 def busy_ms(call: dict[str, Total]) -> float:
     """Milliseconds of a call in which this rank did something other than exchange with the others or wait for them."""
-    waiting = sum(call[name].ms for name in ("heads", "rows") if name in call)
-    return call["call"].ms - waiting
+    return call["call"].ms - _waiting_ms(call)
+
+
+def hidden_ms(call: dict[str, Total]) -> float:
+    """Milliseconds of exchanges that this rank did not wait for; none where their flight was not timed."""
+    return max(0.0, call[FLIGHT].ms - _waiting_ms(call)) if FLIGHT in call else 0.0
+
+
+def _waiting_ms(call: dict[str, Total]) -> float:
+    return sum(call[name].ms for name in ("heads", "rows") if name in call)

@@ -82,8 +82,9 @@ def profile(
     use_linear(transformer, request.preset)
     lay_out(pipeline, clip)
     recorder = Recorder(device)
+    flight = recorder.flight if request.preset.parallel.overlap else None  # else nothing is hidden
     arms = [
-        Arm(name, start_run(Clip(job, clip.state, stages), mesh, recorder.span_if_watching))
+        Arm(name, start_run(Clip(job, clip.state, stages), mesh, recorder.span_if_watching, flight))
         for name, job in zip(names, jobs, strict=True)
     ]
     loop = pipeline.blocks.sub_blocks[LOOP]

@@ -52,7 +52,8 @@ def scaling(reports: Sequence[dict[str, Any]], outputs: Path) -> list[dict[str, 
 
     Returns:
         A row for every arm and report. `speedup` is over the first report, `efficiency` that speed-up for each GPU it
-        took. `communication_ms` is what the call waits for exchanges, on rank 0 and under the instruments;
+        took. `communication_ms` is what the call waits for exchanges, on rank 0 and under the instruments, `hidden_ms`
+        what passes behind computation;
         `communication_share` of the instrumented call; `imbalance` by how much the busiest rank computes longer than
         the mean; `video_error` and `audio_error` the distance of the output to the first report's, over its norm.
     """
@@ -73,6 +74,7 @@ def scaling(reports: Sequence[dict[str, Any]], outputs: Path) -> list[dict[str, 
                     "speedup": speedup,
                     "efficiency": speedup * reports[0]["facts"]["world size"] / gpus,
                     "communication_ms": communication,
+                    "hidden_ms": arm.get("hidden_ms", 0.0),
                     "communication_share": communication / arm["instrumented_ms"],
                     "imbalance": arm.get("imbalance", 0.0),
                     "peak_gib": arm["peak_gib"],
@@ -89,7 +91,16 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line for every arm and number of GPUs."""
-    columns = ("GPUs", "call, ms", "faster", "efficiency", "exposed communication, ms", "of the call", "imbalance")
+    columns = (
+        "GPUs",
+        "call, ms",
+        "faster",
+        "efficiency",
+        "exchanges exposed, ms",
+        "hidden",
+        "of the call",
+        "imbalance",
+    )
     table = Table(
         "",
         *columns,
@@ -100,10 +111,11 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
     )
     for row in rows:
         shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
+        waits = (f"{row[name]:,.1f}" for name in ("communication_ms", "hidden_ms"))
         errors = (f"{row[name]:.1e}" for name in ("video_error", "audio_error"))
         peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         times = f"{row['call_ms']:,.1f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
-        table.add_row(row["arm"], str(row["gpus"]), *times, f"{row['communication_ms']:,.1f}", *shares, peak, *errors)
+        table.add_row(row["arm"], str(row["gpus"]), *times, *waits, *shares, peak, *errors)
     return table
 
 

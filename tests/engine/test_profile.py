@@ -11,7 +11,8 @@ from solgen.engine.bench.show import show
 from solgen.engine.dummy import RandomWeights, open_dummy
 from solgen.engine.profile.breakdown import breakdown, timed_modules
 from solgen.engine.profile.plan import plan_arms
-from solgen.engine.profile.recorder import Recorder, Total
+from solgen.engine.profile.recorder import FLIGHT, Recorder, Total
+from solgen.engine.profile.report import busy_ms, hidden_ms
 from solgen.engine.profile.run import profile
 from solgen.engine.profile.show import headline, plot, tables
 from solgen.engine.profile.stock import stock_model
@@ -144,6 +145,14 @@ def test_breakdown_subtracts_nested_groups() -> None:
     assert rows["norms, modulation, residuals"] == 90 - 50 - 20 + 3
     assert rows["SwiGLU"] == 2
     assert rows["unattributed"] == 5
+
+
+def test_hidden_is_what_nobody_waited_for() -> None:
+    spans = {"call": Total(100, 1), "heads": Total(6, 12), "rows": Total(1, 2)}
+    assert hidden_ms(spans) == 0
+    assert hidden_ms(spans | {FLIGHT: Total(10, 14)}) == 3
+    assert hidden_ms(spans | {FLIGHT: Total(6.5, 14)}) == 0
+    assert busy_ms(spans) == 93
 
 
 def test_hooks_are_gone_afterwards() -> None:

@@ -91,6 +91,17 @@ def test_a_profile_tells_what_communication_costs(capfd: pytest.CaptureFixture[s
         assert sum(row["ms"] for row in arm["modules"] if row["part_of"] is None) == pytest.approx(arm["most_ms"])
         assert rows["unattributed"]["ms"] >= 0
         assert arm["imbalance"] >= 0
+        assert arm["hidden_ms"] == 0
+
+
+def test_a_profile_tells_what_overlap_hides(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--dummy-weights", "--runs", "1", "--gpus", "2", "--json", "--set", "parallel.overlap=on"]
+    assert solgen("profile", *SMALL, *arguments, "--set", "parallel.wire=fp8") == 0
+    (arm,) = json.loads(capfd.readouterr().out)["arms"]
+    rows = {row["name"]: row["ms"] for row in arm["modules"]}
+    assert rows["communication"] > 0
+    assert 0 <= arm["hidden_ms"] < arm["most_ms"]
+    assert sum(row["ms"] for row in arm["modules"] if row["part_of"] is None) == pytest.approx(arm["most_ms"])
 
 
 def test_a_profile_compares_numbers_of_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from solgen.engine.attention import AttentionRun, BlockAttention, install_attent
 from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import decode_video
+from solgen.engine.exchange import OperandExchange
 from solgen.engine.fusion import fused
 from solgen.engine.generate import Clip, encode, generate, load, sample
 from solgen.engine.loader import load_decoders
@@ -23,8 +25,9 @@ from solgen.engine.repository import open_repository
 from solgen.engine.sharding import sharded
 from solgen.engine.stages import Silent, Stages
 from solgen.errors import SolgenError
-from solgen.kernels.sol_attn2 import sol_attn2
+from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
 from solgen.kernels.sol_attn2.density import log_shares
+from solgen.kernels.sol_attn2.wire import attend_operands
 from solgen.parallel.agree import gather, joined
 from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Ulysses
@@ -79,6 +82,7 @@ def measure(job: Job) -> dict[str, Any]:
         mesh = Mesh.over(world, dp_size=1, device_type="cpu")
         if mesh.sp_size > 1:
             check_exchanges(mesh)
+            check_operands(mesh)
         model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32)
         model.eval()
         return {
@@ -105,6 +109,30 @@ def check_exchanges(mesh: Mesh) -> None:
                 assert tensor.stride(-1) == 1
             assert torch.equal(ulysses.to_rows(there[1]), mine[1])
             assert torch.equal(ulysses.gather(mine[2].flatten(2)), whole[2].flatten(2))
+
+
+def check_operands(mesh: Mesh) -> None:
+    """Operands and outputs of any number of rows over the FP8 wire; ranks without rows take part."""
+    heads = slice(mesh.sp_rank * 8 // mesh.sp_size, (mesh.sp_rank + 1) * 8 // mesh.sp_size)
+    for rows, smooth in ((1, True), (64, False), (100, True), (129, True), (565, False)):
+        ulysses = Ulysses.over(mesh, rows, block=64)
+        assert ulysses is not None
+        generator = torch.Generator().manual_seed(rows)
+        whole = torch.randn(3, 1, rows, 8, 128, generator=generator)
+        query, key, value = (ulysses.local(tensor, 1) for tensor in whole)
+        config = SolAttn2Config(epsilon=0.05, smooth_key=smooth, smooth_value=smooth)
+        exchange = OperandExchange(ulysses, config, nullcontext)
+        sent = exchange.send_values(value)
+        operands = exchange.operands(query, key, sent)
+        output, details = attend_operands(operands, config=config, dtype=torch.float32)
+        expected, alone = sol_attn2(*whole.transpose(2, 3), config=config, details=True)
+        assert torch.equal(details.route, alone.route[:, heads])
+        assert (output - expected[:, heads]).norm() <= 1e-3 * expected.norm()
+        back = exchange.to_rows(output.transpose(1, 2), sent)
+        mine = ulysses.local(expected.transpose(1, 2), 1)
+        assert back.shape == mine.shape
+        # Half a step of E4M3 of what differs from the mean value.
+        assert (back - mine).norm() <= 2**-4 * (mine - sent.statistics.mean).norm() + 1e-3 * expected.norm()
 
 
 def decode(shape: tuple[int, int, int]) -> list[list[Any]]:

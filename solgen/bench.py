@@ -117,6 +117,25 @@ def linear(
     show(linear_tables(report))
 
 
+@app.command()
+def merge(
+    preset: Annotated[str, typer.Option(help="Whose model is merged into.")] = "5s",
+    rank: Annotated[int, typer.Option(help="Of the adapter.", metavar="N")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the adapter.", min=0)] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Time the merge of a random adapter into random weights of a model's size."""
+    from solgen.console import Console
+    from solgen.engine.bench.merge import MergeSettings, bench_merge
+    from solgen.engine.bench.show import merge_table, show
+
+    with Console() as console:
+        report = bench_merge(MergeSettings(preset, rank, seed), console.note)
+    _write(report, json_path)
+    show(iter([merge_table(report)]))
+
+
 def _write(report: Any, path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

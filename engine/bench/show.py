@@ -54,6 +54,23 @@ def linear_tables(report: dict[str, Any]) -> Iterator[Table]:
     yield table
 
 
+def merge_table(report: dict[str, Any]) -> Table:
+    """One merge in a row."""
+    table = Table("layers", "parameters", "rank", "adapter, GiB", "open, s", "merge, s", "beside, GiB", "turned")
+    beside = "" if report["bytes_beside"] is None else f"{report['bytes_beside'] / 2**30:.2f}"
+    table.add_row(
+        str(report["layers"]),
+        f"{report['parameters']:,}",
+        str(report["settings"]["rank"]),
+        f"{report['adapter_bytes'] / 2**30:.2f}",
+        f"{report['open_s']:.2f}",
+        f"{report['merge_s']:.2f}",
+        beside,
+        f"{report['turned']:.1e}",
+    )
+    return table
+
+
 def error_tables(report: dict[str, Any]) -> Iterator[Table]:
     """One table of all lengths for each channel mean."""
     for mean in dict.fromkeys(result["structure"]["channel_mean"] for result in report["results"]):

@@ -26,9 +26,9 @@ def audio_loss(vae: AutoencoderKLMiniMaxH3Audio, sound: Tensor, generator: torch
     mean = vae.encode(sound, return_dict=False)[0].mean
     noise = torch.randn(mean.shape, generator=generator, device=mean.device)
     decoded = vae.decode(mean + math.exp(LOG_STD) * noise, return_dict=False)[0]
-    spectral = sum(
-        (magnitude(decoded, window) - magnitude(sound, window)).abs().mean() for window in WINDOWS
-    ) / len(WINDOWS)
+    spectral = sum((magnitude(decoded, window) - magnitude(sound, window)).abs().mean() for window in WINDOWS) / len(
+        WINDOWS
+    )
     wave = (decoded - sound).square().mean() / 0.01
     return wave + spectral + MEAN_PENALTY * mean.square().mean()
 

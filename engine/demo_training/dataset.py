@@ -65,6 +65,7 @@ def encode_pool(
     audio_vae: AutoencoderKLMiniMaxH3Audio,
     conditioner: Conditioner,
     *,
+    keyframed: int | None = None,
     batch: int = 8,
 ) -> Pool:
     """Render and encode every scene; sets the latent statistics of autoencoders that have none yet.
@@ -76,6 +77,7 @@ def encode_pool(
         vae: Trained, in evaluation.
         audio_vae: Likewise.
         conditioner: Frozen.
+        keyframed: First so many clips take part in tasks with keyframes; all without a number.
         batch: Clips rendered and encoded at a time.
     """
     device = tracks.centre.device
@@ -100,7 +102,12 @@ def encode_pool(
     keyframes = patchify_video_latents(keyframes, PATCH).unflatten(0, (len(scenes), 2, -1))
     sound_rows = standardise(audio_vae, raw_audio.flatten(0, 1)).transpose(1, 2)
     sound_rows = sound_rows.unflatten(0, (len(scenes), 2)).flatten(1, 2)
-    groups = group_texts(scenes, torch.cat(pictures), conditioner, tuple(raw_video.shape[2:]), raw_audio.shape[-1])
+    frames, height, width = raw_video.shape[2:]
+    grid, shown = (frames, height, width), torch.cat(pictures)
+    groups = {
+        task: group_texts(scenes[: keyframed if anchors else None], shown, conditioner, grid, raw_audio.shape[-1], task)
+        for task, anchors in TASKS.items()
+    }
     return Pool(rows.bfloat16(), sound_rows.bfloat16(), keyframes.bfloat16(), groups)
 
 
@@ -110,9 +117,9 @@ def group_texts(
     conditioner: Conditioner,
     latent_grid: tuple[int, int, int],
     num_audio_latents: int,
-    tasks: tuple[str, ...] = tuple(TASKS),
-) -> dict[str, list[Group]]:
-    """Encode the text rows of every scene for every task and group them by length.
+    task: str,
+) -> list[Group]:
+    """Encode the text rows of every scene for one task and group them by length.
 
     Args:
         scenes: P of them.
@@ -120,26 +127,24 @@ def group_texts(
         conditioner: Frozen.
         latent_grid: Latent frames, height and width.
         num_audio_latents: Of one channel.
-        tasks: Which ones.
+        task: Key of `TASKS`.
     """
     patches = (pictures.shape[-2] // 32) * (pictures.shape[-1] // 32)
-    groups: dict[str, list[Group]] = {}
-    for task in tasks:
-        by_length = defaultdict(list)
-        for number, scene in enumerate(scenes):
-            ids, tags = conditioner.tokens(scene.caption, task, patches)
-            by_length[len(ids)].append((number, ids, tags))
-        ends = [0 if anchor == "first" else 1 for anchor in TASKS[task]]
-        groups[task] = []
-        for members in by_length.values():
-            numbers, ids, tags = zip(*members, strict=True)
-            clips = torch.tensor(numbers, device=pictures.device)
-            texts = []
-            for part, some in zip(clips.split(256), torch.tensor(ids, device=clips.device).split(256), strict=True):
-                frames = pictures[part][:, :, ends].transpose(1, 2).flatten(0, 1) / 255 if ends else None
-                texts.append(conditioner.encode(some, frames))
-            layout = Layout.build(torch.tensor(tags[0]), TASKS[task], latent_grid, num_audio_latents)
-            groups[task].append(Group(layout, clips, torch.cat(texts)))
+    by_length = defaultdict(list)
+    for number, scene in enumerate(scenes):
+        ids, tags = conditioner.tokens(scene.caption, task, patches)
+        by_length[len(ids)].append((number, ids, tags))
+    ends = [0 if anchor == "first" else 1 for anchor in TASKS[task]]
+    groups = []
+    for members in by_length.values():
+        clips = torch.tensor([number for number, _, _ in members], device=pictures.device)
+        tokens = torch.tensor([ids for _, ids, _ in members], device=pictures.device)
+        texts = []
+        for part, some in zip(clips.split(256), tokens.split(256), strict=True):
+            frames = pictures[part][:, :, ends].transpose(1, 2).flatten(0, 1) / 255 if ends else None
+            texts.append(conditioner.encode(some, frames))
+        layout = Layout.build(torch.tensor(members[0][2]), TASKS[task], latent_grid, num_audio_latents)
+        groups.append(Group(layout, clips, torch.cat(texts)))
     return groups
 
 

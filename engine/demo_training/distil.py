@@ -1,10 +1,13 @@
 """Distillation to a few calls: the student learns where the teacher's finer steps lead from states it meets itself."""
 
+from itertools import pairwise
+
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
 
 from solgen.engine.demo_training.flow import Flow, shifted
+from solgen.engine.demo_training.forward import Layout
 
 CALLS = 4
 """Calls of the demo preset."""
@@ -29,8 +32,9 @@ class Distillation:
         task, group, chosen = flow.draw_group(generator)
         clips, text = group.clips[chosen], group.text[chosen]
         conditions = flow.conditions(task, clips, generator)
-        shapes = flow.pool.video[clips].shape, flow.pool.audio[clips].shape
-        state: State = tuple(torch.randn(shape, generator=generator, device=device) for shape in shapes)
+        rows = flow.pool.video[clips].shape, flow.pool.audio[clips].shape
+        picture, sound = (torch.randn(shape, generator=generator, device=device) for shape in rows)
+        state = picture, sound
         segment = CALLS - 1 - step % CALLS
         grid = torch.linspace(1, 0, CALLS + 1, device=device)
         fixed = conditions, text, group.layout
@@ -39,7 +43,7 @@ class Distillation:
                 state = euler(flow, flow.model, state, grid[call], grid[call + 1], *fixed)
             goal = state
             fine = torch.linspace(float(grid[segment]), float(grid[segment + 1]), self.substeps + 1, device=device)
-            for begin, end in zip(fine[:-1], fine[1:], strict=True):
+            for begin, end in pairwise(fine):
                 goal = euler(flow, self.teacher, goal, begin, end, *fixed)
         sigma = shifted(grid[segment].expand(flow.batch))
         span = sigma - shifted(grid[segment + 1].expand(flow.batch))
@@ -57,10 +61,11 @@ def euler(
     end: Tensor,
     conditions: Tensor,
     text: Tensor,
-    layout: object,
+    layout: Layout,
 ) -> State:
     """One step from one position of the schedule to a lower one."""
     sigma = shifted(begin.expand(len(text)))
     span = sigma - shifted(end.expand(len(text)))
     found = flow.predict(model, state, conditions, text, sigma, layout)
-    return tuple(x + span[:, i, None, None] * v for i, (x, v) in enumerate(zip(state, found, strict=True)))
+    video, audio = (x + span[:, i, None, None] * v for i, (x, v) in enumerate(zip(state, found, strict=True)))
+    return video, audio

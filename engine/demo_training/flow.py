@@ -72,13 +72,14 @@ class Flow:
         task, group, chosen = self.draw_group(generator)
         clips = group.clips[chosen]
         clean = self.pool.video[clips].float(), self.pool.audio[clips].float()
-        noise = tuple(torch.randn(x.shape, generator=generator, device=self.device) for x in clean)
+        noise = [torch.randn(x.shape, generator=generator, device=self.device) for x in clean]
         spread = torch.rand((), generator=generator, device=self.device)
         position = (torch.arange(self.batch, device=self.device) + spread) / self.batch
         sigma = shifted(position)
-        levels = sigma[:, 0, None, None], sigma[:, 1, None, None]
-        state = tuple(torch.lerp(x, n, s) for x, n, s in zip(clean, noise, levels, strict=True))
+        video, audio = (
+            torch.lerp(x, n, sigma[:, i, None, None]) for i, (x, n) in enumerate(zip(clean, noise, strict=True))
+        )
         conditions = self.conditions(task, clips, generator)
-        found = self.predict(self.model, state, conditions, group.text[chosen], sigma, group.layout)
+        found = self.predict(self.model, (video, audio), conditions, group.text[chosen], sigma, group.layout)
         errors = [(f - (x - n)).square().mean() for f, x, n in zip(found, clean, noise, strict=True)]
         return errors[0] + 0.5 * errors[1]

@@ -106,14 +106,14 @@ def train(
             }
             _save(state, checkpoint)
     with torch.no_grad():
-        torch._foreach_copy_(parameters, average)
+        torch._foreach_copy_([p.detach() for p in parameters], average)
     save_weights(model, weights, stage.steps)
     load_weights(model, weights)
     checkpoint.unlink(missing_ok=True)
     return model
 
 
-def save_weights(model: nn.Module, path: Path, step: int) -> None:
+def save_weights(model: Any, path: Path, step: int) -> None:
     """Write bfloat16 weights, the step and the latent statistics of an autoencoder."""
     tensors = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in model.state_dict().items()}
     statistics = {key: list(value) for key, value in model.config.items() if key.startswith("latents_")}
@@ -122,7 +122,7 @@ def save_weights(model: nn.Module, path: Path, step: int) -> None:
     draft.replace(path)
 
 
-def load_weights(model: nn.Module, path: Path) -> int:
+def load_weights(model: Any, path: Path) -> int:
     """Read what `save_weights` wrote, in place; returns the step."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -134,7 +134,8 @@ def load_weights(model: nn.Module, path: Path) -> int:
 
 def _optimisers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside, AdamW for the rest: ends of the network, kernels, vectors."""
-    inside, rest = [], []
+    inside: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             matrix = parameter.ndim == 2 and ("blocks" in name) and "adaln" not in name
@@ -155,7 +156,9 @@ def _schedule(step: int, stage: Stage) -> float:
 
 def _record(path: Path, stage: Stage, step: int, loss: float, seconds: float, log: Callable[[str], None]) -> None:
     with path.open("a") as file:
-        file.write(json.dumps({"stage": stage.name, "step": step, "loss": round(loss, 6), "seconds": round(seconds, 1)}) + "\n")
+        file.write(
+            json.dumps({"stage": stage.name, "step": step, "loss": round(loss, 6), "seconds": round(seconds, 1)}) + "\n"
+        )
     if step % max(1, stage.steps // 10) < max(1, stage.steps // 100) or step == stage.steps - 1:
         log(f"{stage.name} {step + 1}/{stage.steps} loss {loss:.4f} {seconds:.0f} s")
 

@@ -1,4 +1,4 @@
-"""Reads back from a clip what a prompt asks for: colour, motion, pitch and pan. Needs no model, only pixels and samples.
+"""Reads back from pixels and samples what a prompt asks for: colour, motion, pitch and pan.
 
 Objects are the pixels that differ from the border; their colour is a weighted mean, their path the centroid of every
 frame.
@@ -64,8 +64,9 @@ def pan_agrees(reading: Reading, motion: str) -> bool:
         return change * (1 if motion == "right" else -1) > 0.4
     if motion == "bounce":
         return change > 0.15
-    limit = 0.6 if motion == "orbit" else 0.35
-    return abs(reading.pan[0]) < limit and abs(reading.pan[1]) < limit
+    if motion == "orbit":
+        return max(map(abs, reading.pan)) < 0.6
+    return abs(change) < 0.25 and max(map(abs, reading.pan)) < 0.35
 
 
 def _moments(frame: np.ndarray) -> np.ndarray:

@@ -4,8 +4,9 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
@@ -36,46 +37,73 @@ class Recipe:
         seed: Of scenes, first weights and every step.
         canvas: Of the clips.
         clips: Training clips that are encoded once.
+        keyframed: How many of them also appear with keyframes.
         cuts, pans: Shares of clips of two shots and of shots with a moving camera.
         windows, pieces, batch: Clips in a step of the video autoencoder, the audio autoencoder, the transformer.
+        zoom: Crop of the video autoencoder's windows in the first `zoomed` share of its steps.
         vae, audio_vae, flow, distil: Stages in order.
         held_out: Prompts that the trained model is measured on.
     """
 
-    seed: int = 7
-    canvas: Canvas = Canvas(256, 256, 124)
-    clips: int = 3072
-    cuts: float = 0.04
-    pans: float = 0.04
-    windows: int = 16
-    pieces: int = 32
-    batch: int = 24
-    vae: Stage = Stage("vae", steps=1500, rate=2e-3)
-    audio_vae: Stage = Stage("audio_vae", steps=1200, rate=2e-3)
-    flow: Stage = Stage("flow", steps=2000, rate=2e-3, average=0.995)
-    distil: Stage = Stage("distil", steps=400, rate=5e-4)
-    held_out: int = 50
-    transformer_shape: dict = field(default_factory=lambda: shapes.TRANSFORMER)
-    vae_shape: dict = field(default_factory=lambda: shapes.VAE)
-    audio_vae_shape: dict = field(default_factory=lambda: shapes.AUDIO_VAE)
+    seed: int
+    canvas: Canvas
+    clips: int
+    keyframed: int
+    cuts: float
+    pans: float
+    windows: int
+    pieces: int
+    batch: int
+    zoom: int
+    zoomed: float
+    vae: Stage
+    audio_vae: Stage
+    flow: Stage
+    distil: Stage
+    held_out: int
+    transformer_shape: dict[str, Any]
 
     def with_steps(self, steps: dict[str, int]) -> "Recipe":
         """The same with other numbers of steps, by name of the stage."""
         return replace(self, **{name: replace(getattr(self, name), steps=count) for name, count in steps.items()})
 
 
-SMOKE = Recipe(
+RECIPE = Recipe(
+    seed=7,
+    canvas=Canvas(256, 256, 124),
+    clips=2048,
+    keyframed=768,
+    cuts=0.04,
+    pans=0.04,
+    windows=16,
+    pieces=32,
+    batch=16,
+    zoom=2,
+    zoomed=0.75,
+    vae=Stage("vae", steps=1300, rate=2e-3),
+    audio_vae=Stage("audio_vae", steps=800, rate=2e-3),
+    flow=Stage("flow", steps=2000, rate=2e-3, average=0.995),
+    distil=Stage("distil", steps=300, rate=5e-4),
+    held_out=50,
+    transformer_shape=shapes.TRANSFORMER,
+)
+"""What the packaged weights were made with."""
+
+SMOKE = replace(
+    RECIPE,
     canvas=Canvas(32, 32, 22),
     clips=8,
     windows=2,
     pieces=2,
     batch=2,
+    zoom=1,
     vae=Stage("vae", steps=4, rate=2e-3, warmup=1, every=2),
     audio_vae=Stage("audio_vae", steps=4, rate=2e-3, warmup=1, every=2),
     flow=Stage("flow", steps=4, rate=2e-3, warmup=1, every=2),
     distil=Stage("distil", steps=4, rate=5e-4, warmup=1, every=2),
     held_out=4,
-    transformer_shape=shapes.TRANSFORMER | {"hidden_size": 32, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1},
+    transformer_shape=shapes.TRANSFORMER
+    | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1},
 )
 """Every stage at toy size: proves the program, teaches nothing."""
 
@@ -116,12 +144,13 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
 def train_vae(
     recipe: Recipe, tracks: Tracks, folder: Path, device: torch.device, log: Log, start: Path | None
 ) -> AutoencoderKLMiniMaxH3:
-    """The video autoencoder, on windows rendered for every step."""
-    vae = shapes.new_vae(recipe.seed, recipe.vae_shape).to(device)
+    """The video autoencoder, on windows rendered for every step: crops first, whole canvases in the end."""
+    vae = shapes.new_vae().to(device)
     _begin(vae, start, "vae")
 
     def loss(step: int, generator: torch.Generator) -> Tensor:
-        pixels = random_windows(tracks, recipe.canvas, recipe.windows, generator)
+        zoom = recipe.zoom if step < recipe.zoomed * recipe.vae.steps else 1
+        pixels = random_windows(tracks, recipe.canvas, recipe.windows, generator, zoom)
         with _autocast(device):
             return reconstruction_loss(vae, pixels, generator)
 
@@ -133,7 +162,7 @@ def train_audio_vae(
     recipe: Recipe, tracks: Tracks, folder: Path, device: torch.device, log: Log, start: Path | None
 ) -> AutoencoderKLMiniMaxH3Audio:
     """The audio autoencoder, on pieces of the pool's first clips, in float32."""
-    audio_vae = shapes.new_audio_vae(recipe.seed, recipe.audio_vae_shape).to(device)
+    audio_vae = shapes.new_audio_vae().to(device)
     _begin(audio_vae, start, "audio_vae")
     first = torch.arange(min(512, recipe.clips), device=device).split(64)
     sound = torch.cat([synthesise(tracks.take(clips), recipe.canvas) for clips in first]).flatten(0, 1)
@@ -157,7 +186,8 @@ def train_transformer(
     start: Path | None,
 ) -> tuple[MiniMaxH3Transformer3DModel, MiniMaxH3Transformer3DModel]:
     """Flow matching, then distillation to the calls of the demo preset; returns teacher and student."""
-    pool = encode_pool(scenes, tracks, recipe.canvas, vae, audio_vae, Conditioner(device))
+    conditioner = Conditioner(device)
+    pool = encode_pool(scenes, tracks, recipe.canvas, vae, audio_vae, conditioner, keyframed=recipe.keyframed)
     save_weights(vae, folder / "vae.safetensors", recipe.vae.steps)  # now with the statistics of the latents
     save_weights(audio_vae, folder / "audio_vae.safetensors", recipe.audio_vae.steps)
     log(f"{len(scenes)} clips encoded")
@@ -189,4 +219,5 @@ def _make_deterministic(device: torch.device) -> None:
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory it has not written
+    # Nothing here reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Clips from the model in training, batched: for measuring it, and with more steps than the demo preset takes."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
@@ -46,7 +47,7 @@ def sample(
     conditions = KEYFRAME_TIME * clean + (1 - KEYFRAME_TIME) * noise
     state = video, audio
     grid = torch.linspace(1, 0, calls + 1, device=device)
-    for begin, end in zip(grid[:-1], grid[1:], strict=True):
+    for begin, end in pairwise(grid):
         state = euler(flow, model, state, begin, end, conditions, group.text, group.layout)
     return state
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
 from torch import nn
 
-from solgen.presets.demo import configs
+from solgen.presets.demo import configs, weights
 
 TRANSFORMER = configs.TRANSFORMER | {
     "hidden_size": 192,
@@ -52,26 +52,25 @@ def new_transformer(seed: int, shape: dict = TRANSFORMER) -> MiniMaxH3Transforme
 
 
 @torch.no_grad()
-def new_vae(seed: int, shape: dict = VAE) -> AutoencoderKLMiniMaxH3:
-    """A video autoencoder whose posterior has a fixed width."""
-    with _seeded(seed):
+def new_vae(shape: dict = VAE) -> AutoencoderKLMiniMaxH3:
+    """A video autoencoder of unit gain whose posterior has a fixed width."""
+    with _seeded(0):
         model = AutoencoderKLMiniMaxH3(**shape)
+    weights.init_vae(model)
     channels = model.config.latent_channels
-    model.quant_conv.weight[channels:] = 0.0
     model.quant_conv.bias[channels:] = 2 * LOG_STD  # log variance
-    for block in model.decoder.transformer_blocks:
-        block.scale1.fill_(0.3)
-        block.scale2.fill_(0.3)
+    head = model.decoder.proj_out.weight
+    head.normal_(std=0.3 * head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(weights.SEED))
     return model
 
 
 @torch.no_grad()
-def new_audio_vae(seed: int, shape: dict = AUDIO_VAE) -> AutoencoderKLMiniMaxH3Audio:
-    """An audio autoencoder whose posterior has a fixed width, which is not learned."""
-    with _seeded(seed), warnings.catch_warnings():
+def new_audio_vae(shape: dict = AUDIO_VAE) -> AutoencoderKLMiniMaxH3Audio:
+    """An audio autoencoder of unit gain whose posterior has a fixed width, which is not learned."""
+    with _seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # diffusers uses the old weight_norm
         model = AutoencoderKLMiniMaxH3Audio(**shape)
-    model.logs_proj.weight.zero_()
+    weights.init_audio_vae(model)
     model.logs_proj.bias.fill_(LOG_STD)
     model.logs_proj.requires_grad_(False)
     return model

@@ -1,7 +1,7 @@
 """Where the objects of a scene are in every frame: what the renderer draws and the sound follows."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class Tracks:
             rows = torch.arange(len(clips), device=clips.device)[:, None]
             fields = {name: value[rows, frames] for name, value in fields.items()}
         return Tracks(**fields)
+
+    def zoom(self, middle: Tensor, factor: float) -> "Tracks":
+        """Seen through a crop around `middle` [B, 2] whose short edge is that of the canvas divided by `factor`."""
+        centre = (self.centre - middle[:, None, None]) * factor
+        return replace(self, centre=centre, radius=self.radius * factor)
 
     def to(self, device: torch.device) -> "Tracks":
         """The same on another device."""

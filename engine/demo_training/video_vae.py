@@ -12,6 +12,9 @@ from solgen.engine.demo_training.tracks import Canvas, Tracks
 CHUNK, OVERLAP = 17, 5
 """Frames that the encoder sees at a time, and those of the next chunk that the decoder sees with them."""
 
+WINDOW = CHUNK + OVERLAP
+"""Shortest clip that is encoded and decoded as part of a longer one is."""
+
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 MEAN_PENALTY = 1e-3
@@ -70,12 +73,29 @@ def reconstruction_loss(vae: AutoencoderKLMiniMaxH3, pixels: Tensor, generator: 
     return error.square().mean() + 0.2 * error.abs().mean() + MEAN_PENALTY * mean.square().mean()
 
 
-def random_windows(tracks: Tracks, canvas: Canvas, count: int, generator: torch.Generator) -> Tensor:
-    """Draw `count` windows of 22 frames from the clips of a pool, [count, 3, 22, H, W]."""
+def random_windows(tracks: Tracks, canvas: Canvas, count: int, generator: torch.Generator, zoom: int = 1) -> Tensor:
+    """Draw windows of 22 frames from the clips of a pool.
+
+    Args:
+        tracks: The pool's.
+        canvas: Of the clips.
+        count: Windows.
+        generator: Decides clips, frames and crops.
+        zoom: Divides height and width; a crop lies around an object, where there is something to learn.
+
+    Returns:
+        RGB in [0, 1], [count, 3, 22, H / zoom, W / zoom].
+    """
     device, (clips, frames) = generator.device, tracks.radius.shape[:2]
     chosen = torch.randint(clips, (count,), generator=generator, device=device)
-    start = torch.randint(frames - CHUNK - OVERLAP + 1, (count, 1), generator=generator, device=device)
-    return render(tracks.take(chosen, start + torch.arange(CHUNK + OVERLAP, device=device)), canvas)
+    start = torch.randint(frames - WINDOW + 1, (count, 1), generator=generator, device=device)
+    window = tracks.take(chosen, start + torch.arange(WINDOW, device=device))
+    if zoom == 1:
+        return render(window, canvas)
+    shift = 0.3 * (torch.rand((count, 2), generator=generator, device=device) - 0.5)
+    reach = 0.5 - 0.5 / zoom
+    middle = (window.centre[:, WINDOW // 2, 0] + shift).clamp(-reach, reach)
+    return render(window.zoom(middle, zoom), Canvas(canvas.height // zoom, canvas.width // zoom, WINDOW))
 
 
 def decoded_psnr(vae: AutoencoderKLMiniMaxH3, pixels: Tensor, latents: Tensor) -> Tensor:

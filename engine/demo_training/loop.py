@@ -68,7 +68,8 @@ def train(
     weights = folder / f"{stage.name}.safetensors"
     if weights.is_file() and load_weights(model, weights) == stage.steps:
         return model
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = list(named.values())
     device = parameters[0].device
     optimisers = _optimisers(model, stage.rate)
     average = [p.detach().clone() for p in parameters]
@@ -104,6 +105,7 @@ def train(
                 "average": average,
                 "optimisers": [optimiser.state_dict() for optimiser in optimisers],
             }
+            save_weights(model, weights, step + 1, dict(zip(named, average, strict=True)))
             _save(state, checkpoint)
     with torch.no_grad():
         torch._foreach_copy_([p.detach() for p in parameters], average)
@@ -113,9 +115,10 @@ def train(
     return model
 
 
-def save_weights(model: Any, path: Path, step: int) -> None:
-    """Write bfloat16 weights, the step and the latent statistics of an autoencoder."""
-    tensors = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in model.state_dict().items()}
+def save_weights(model: Any, path: Path, step: int, average: dict[str, Tensor] | None = None) -> None:
+    """Write bfloat16 weights, or their averages by name, the step and the latent statistics of an autoencoder."""
+    state = model.state_dict() | (average or {})
+    tensors = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in state.items()}
     statistics = {key: list(value) for key, value in model.config.items() if key.startswith("latents_")}
     draft = path.with_suffix(".part")
     save_file(tensors, draft, metadata={"step": str(step), "statistics": json.dumps(statistics)})

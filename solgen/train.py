@@ -20,7 +20,7 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run; an unfinished run continues.")],
     smoke: Annotated[bool, typer.Option("--smoke", help="Every stage at toy size, on a CPU too.")] = False,
     start: Annotated[
-        Path | None, typer.Option("--from", help="Folder of a run whose weights to begin with.", metavar="DIR")
+        Path | None, typer.Option("--from", help="Run or model whose weights to begin with.", metavar="DIR")
     ] = None,
     steps: Annotated[
         list[str] | None, typer.Option(help="Steps of a stage, as flow=3000; repeatable.", metavar="STAGE=N")
@@ -37,8 +37,8 @@ def demo(
     if not smoke and not torch.cuda.is_available():
         raise SetupError("no CUDA GPU found; training needs one. Without it, only --smoke runs")
     recipe = (SMOKE if smoke else RECIPE).with_steps(_steps(steps or []))
-    if start is not None and not list(start.glob("*.safetensors")):
-        raise InputError(f"--from {start} holds no *.safetensors of a run; name the folder given to its -o")
+    if start is not None and not ((start / "transformer").is_dir() or list(start.glob("*.safetensors"))):
+        raise InputError(f"--from {start} is neither a run nor a model; name the folder given to an earlier -o")
     output.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
     with Console() as console:

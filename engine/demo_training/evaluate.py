@@ -16,10 +16,11 @@ from solgen.engine.demo_training.audio_vae import log_spectral_distance
 from solgen.engine.demo_training.conditioner import TASKS, Conditioner
 from solgen.engine.demo_training.dataset import Pool, encode_pool
 from solgen.engine.demo_training.flow import Flow
+from solgen.engine.demo_training.peaks import block_peaks
 from solgen.engine.demo_training.probe import pan_agrees, pitch_agrees, read_clip
 from solgen.engine.demo_training.render import render
 from solgen.engine.demo_training.sample import Clip, decode, sample
-from solgen.engine.demo_training.scenes import Scene, draw_scene
+from solgen.engine.demo_training.scenes import Scene
 from solgen.engine.demo_training.sound import synthesise
 from solgen.engine.demo_training.tracks import Canvas, Tracks, track_scenes
 from solgen.engine.demo_training.video_vae import decoded_psnr, encode_means, mse_psnr, normalise
@@ -37,18 +38,16 @@ class HeldOut:
     pool: Pool
 
     @classmethod
-    def draw(
+    def encode(
         cls,
-        seed: int,
-        count: int,
+        scenes: list[Scene],
         canvas: Canvas,
         vae: AutoencoderKLMiniMaxH3,
         audio_vae: AutoencoderKLMiniMaxH3Audio,
         conditioner: Conditioner,
         device: torch.device,
     ) -> "HeldOut":
-        """Draw one-shot scenes of combinations that training never showed."""
-        scenes = [draw_scene(seed, index, held_out=True) for index in range(count)]
+        """Render and encode scenes of one shot, of combinations that training never showed."""
         tracks = track_scenes(scenes, canvas).to(device)
         return cls(scenes, tracks, canvas, encode_pool(scenes, tracks, canvas, vae, audio_vae, conditioner))
 
@@ -146,6 +145,19 @@ def autoencoder_quality(
     }
 
 
+def attention_peaks(held_out: HeldOut, model: MiniMaxH3Transformer3DModel) -> dict[str, list[list[float]]]:
+    """Share of mass in the top tenth of key blocks, by block and head, at the four noise levels of the demo preset."""
+    flow, group = Flow(model, held_out.pool, 1), held_out.pool.groups["text"][0]
+    levels = (1.0, 0.75, 0.5, 0.25)
+    return {
+        str(level): [
+            [round(share, 4) for share in heads]
+            for heads in block_peaks(flow, model, "text", group, held_out.latent_grid, level).tolist()
+        ]
+        for level in levels
+    }
+
+
 def contact_sheet(clips: list[Tensor], path: Path, columns: int = 2, size: int = 80) -> None:
     """Save a PNG with six frames of every clip in a row; clips are [F, H, W, 3] uint8."""
     strips = []
@@ -178,6 +190,7 @@ def report(
         ("teacher_16", teacher, 16, "text"),
         ("student_4_both", student, 4, "both"),
     ]
+    found["peaks"] = attention_peaks(held_out, student)
     for name, model, calls, task in arms:
         found[name], clips = probe_prompts(held_out, model, vae, audio_vae, calls, task)
         log(f"{name} " + ", ".join(f"{key} {value}" for key, value in found[name].items() if key != "readings"))

@@ -123,14 +123,14 @@ def _attend(attention: Any, inner: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         for projection in (attention.to_q, attention.to_k, attention.to_v)
     )
     # Under autocast the norms return float32, twice the memory traffic that the rotation needs.
-    query = _rotate(attention.norm_q(query).to(value.dtype), cos, sin)
-    key = _rotate(attention.norm_k(key).to(value.dtype), cos, sin)
+    query = rotate(attention.norm_q(query).to(value.dtype), cos, sin)
+    key = rotate(attention.norm_k(key).to(value.dtype), cos, sin)
     output = F.scaled_dot_product_attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     return attention.to_out[0](output.transpose(1, 2).flatten(2))
 
 
-def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading channels in halves; cos and sin are [1, N, 1, rotary / 2]."""
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the leading channels [..., N, H, D] in halves; cos and sin are [..., N, 1, rotary / 2]."""
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     width = cos.shape[-1]
     first, second, rest = heads.split([width, width, heads.shape[-1] - 2 * width], -1)

@@ -39,6 +39,7 @@ class Recipe:
         clips: Training clips that are encoded once.
         keyframed: How many of them also appear with keyframes.
         cuts, pans: Shares of clips of two shots and of shots with a moving camera.
+        spread: How much places and starts that no caption tells differ, in [0, 1].
         windows, pieces, batch: Clips in a step of the video autoencoder, the audio autoencoder, the transformer.
         zoom: Crop of the video autoencoder's windows in the first `zoomed` share of its steps.
         vae, audio_vae, flow, distil: Stages in order.
@@ -51,6 +52,7 @@ class Recipe:
     keyframed: int
     cuts: float
     pans: float
+    spread: float
     windows: int
     pieces: int
     batch: int
@@ -75,6 +77,7 @@ RECIPE = Recipe(
     keyframed=768,
     cuts=0.04,
     pans=0.04,
+    spread=1.0,
     windows=16,
     pieces=32,
     batch=16,
@@ -82,12 +85,12 @@ RECIPE = Recipe(
     zoomed=0.75,
     vae=Stage("vae", steps=1300, rate=2e-3),
     audio_vae=Stage("audio_vae", steps=800, rate=2e-3),
-    flow=Stage("flow", steps=2000, rate=2e-3, average=0.995),
-    distil=Stage("distil", steps=300, rate=5e-4),
+    flow=Stage("flow", steps=9500, rate=2e-3, average=0.995),
+    distil=Stage("distil", steps=600, rate=5e-4),
     held_out=50,
     transformer_shape=shapes.TRANSFORMER,
 )
-"""What the packaged weights were made with."""
+"""The whole training; docs/demo_model.md tells which part of it has been run."""
 
 SMOKE = replace(
     RECIPE,
@@ -118,7 +121,7 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
         folder: Existing folder of the run.
         device: One GPU, or the CPU for the smoke form.
         log: Receives progress, a line at a time.
-        start: Folder with `<stage>.safetensors` of an earlier run to begin with.
+        start: Weights to begin with: the folder of an earlier run, or a repository such as its `model`.
     """
     _make_deterministic(device)
     began = time.monotonic()
@@ -126,14 +129,18 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
     def note(text: str) -> None:
         log(f"[{time.monotonic() - began:6.1f} s] {text}")
 
-    scenes = [draw_scene(recipe.seed, i, cuts=recipe.cuts, pans=recipe.pans) for i in range(recipe.clips)]
+    scenes = [
+        draw_scene(recipe.seed, index, cuts=recipe.cuts, pans=recipe.pans, spread=recipe.spread)
+        for index in range(recipe.clips)
+    ]
     tracks = track_scenes(scenes, recipe.canvas).to(device)
     note(f"{len(scenes)} scenes")
     vae = train_vae(recipe, tracks, folder, device, note, start)
     audio_vae = train_audio_vae(recipe, tracks, folder, device, note, start)
     teacher, student = train_transformer(recipe, scenes, tracks, vae, audio_vae, folder, device, note, start)
     conditioner = Conditioner(device)
-    held_out = HeldOut.draw(recipe.seed + 1, recipe.held_out, recipe.canvas, vae, audio_vae, conditioner, device)
+    prompts = [draw_scene(recipe.seed + 1, i, held_out=True, spread=recipe.spread) for i in range(recipe.held_out)]
+    held_out = HeldOut.encode(prompts, recipe.canvas, vae, audio_vae, conditioner, device)
     found = report(held_out, student, teacher, vae, audio_vae, folder, note)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     write_model(folder / "model", student, vae, audio_vae, conditioner)
@@ -203,9 +210,16 @@ def train_transformer(
     return teacher, student.requires_grad_(False)
 
 
-def _begin(model: torch.nn.Module, start: Path | None, name: str) -> None:
-    if start is not None and (start / f"{name}.safetensors").is_file():
+def _begin(model: Any, start: Path | None, name: str) -> None:
+    if start is None:
+        return
+    component = start / {"flow": "transformer"}.get(name, name)
+    if (start / f"{name}.safetensors").is_file():
         load_weights(model, start / f"{name}.safetensors")
+    elif (component / "config.json").is_file():
+        earlier = type(model).from_pretrained(component, torch_dtype=torch.float32, local_files_only=True)
+        model.load_state_dict(earlier.state_dict())
+        model.register_to_config(**{k: v for k, v in earlier.config.items() if k.startswith("latents_")})
 
 
 def _autocast(device: torch.device) -> torch.autocast:

@@ -97,7 +97,9 @@ def is_held_out(shape: str, colour: str, motion: str) -> bool:
     return zlib.crc32(f"{shape}/{colour}/{motion}".encode()) % HELD_OUT_SHARE == 0
 
 
-def draw_scene(seed: int, index: int, *, held_out: bool = False, cuts: float = 0.0, pans: float = 0.0) -> Scene:
+def draw_scene(
+    seed: int, index: int, *, held_out: bool = False, cuts: float = 0.0, pans: float = 0.0, spread: float = 1.0
+) -> Scene:
     """Draw one scene; the same arguments give the same scene on every machine.
 
     Args:
@@ -106,14 +108,15 @@ def draw_scene(seed: int, index: int, *, held_out: bool = False, cuts: float = 0
         held_out: Draw only held-out combinations, else only training ones.
         cuts: Share of scenes of two shots.
         pans: Share of shots in which the camera pans over stripes.
+        spread: How far, in [0, 1], places and starts that no caption tells may differ from clip to clip.
     """
     source = random.Random(f"{seed}/{index}/{held_out}")
-    shots = tuple(_draw_shot(source, held_out, pans) for _ in range(2 if source.random() < cuts else 1))
+    shots = tuple(_draw_shot(source, held_out, pans, spread) for _ in range(2 if source.random() < cuts else 1))
     sentences = [_sentence(shot, source) for shot in shots]
     return Scene(shots, " Then ".join(sentences))
 
 
-def _draw_shot(source: random.Random, held_out: bool, pans: float) -> Shot:
+def _draw_shot(source: random.Random, held_out: bool, pans: float, spread: float) -> Shot:
     while True:
         shape, colour = source.choice(list(SHAPES)), source.choice(list(COLOURS))
         motion = source.choice(list(MOTIONS))
@@ -127,8 +130,8 @@ def _draw_shot(source: random.Random, held_out: bool, pans: float) -> Shot:
         motion=motion,
         background=source.choice(list(BACKGROUNDS)),
         pan=source.choice((-1, 1)) if source.random() < pans else 0,
-        offset=source.uniform(-1, 1),
-        phase=source.uniform(-1, 1),
+        offset=spread * source.uniform(-1, 1),
+        phase=spread * source.uniform(-1, 1),
     )
 
 

@@ -112,36 +112,36 @@ def _move(shot: Shot, u: Tensor, radius: float, canvas: Canvas) -> tuple[Tensor,
     still, one = torch.zeros_like(u), torch.ones_like(u)
     reach_x, reach_y = half_x - radius * 0.8, half_y - radius * 0.8
     across = 0.24 if shot.count == 2 else 0.0
-    drift = 0.03 if shot.count == 2 else 0.08
+    drift = 0.03 if shot.count == 2 else 0.16
     contacts: list[float] = []
     scale = one
     side = torch.tensor([-1.0, 1.0])
     if shot.motion in ("left", "right"):
         sign = 1.0 if shot.motion == "right" else -1.0
-        x = sign * reach_x * (0.85 + 0.05 * shot.phase) * (2 * u - 1)
+        x = sign * reach_x * (0.85 + 0.1 * shot.phase) * (2 * u - 1)
         centre = _spread(x, still + drift * shot.offset, still, across * side)
     elif shot.motion in ("up", "down"):
         sign = 1.0 if shot.motion == "down" else -1.0
-        y = sign * reach_y * (0.85 + 0.05 * shot.phase) * (2 * u - 1)
+        y = sign * reach_y * (0.85 + 0.1 * shot.phase) * (2 * u - 1)
         centre = _spread(still + drift * shot.offset, y, across * side, still)
     elif shot.motion == "bounce":
         bounces = max(2, round(0.6 * len(u) / FPS))
         floor = half_y - radius - 0.03
-        height = (0.9 + 0.05 * shot.phase) * (2 * half_y - 2 * radius - 0.08)
+        height = (0.9 + 0.1 * shot.phase) * (2 * half_y - 2 * radius - 0.08)
         y = floor - height * (math.pi * bounces * u).sin().abs()
         x = 0.4 * half_x * (2 * u - 1) + 0.3 * drift * shot.offset
         centre = _spread(x, y, across * side, still)
         contacts = [k / bounces for k in range(1, bounces)]
     elif shot.motion == "orbit":
-        angle = 2 * math.pi * (u + shot.phase / 8)
+        angle = 2 * math.pi * (u + shot.phase / 2)
         turn = torch.stack([angle.cos(), angle.sin()], -1) * (min(half_x, half_y) - radius - 0.04)
         centre = torch.stack([turn, -turn], 1)
     elif shot.motion == "grow":
         scale = 0.4 + 1.1 * u
-        centre = _spread(still + drift * shot.offset, still + drift * shot.phase, across * side, still)
+        centre = _spread(still + 0.6 * drift * shot.offset, still + 0.6 * drift * shot.phase, across * side, still)
     else:
         gap = radius + (half_x - 1.9 * radius) * (2 * u - 1).abs()
-        centre = torch.stack([torch.stack([s * gap, still + drift * shot.offset], -1) for s in (-1, 1)], 1)
+        centre = torch.stack([torch.stack([s * gap, still + 0.16 * shot.offset], -1) for s in (-1, 1)], 1)
         contacts = [0.5]
     return centre, scale, contacts
 

@@ -1,5 +1,6 @@
 """The pieces of training against diffusers' own: one forward, one encoder, one preprocessing; and exact resuming."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from solgen.engine.demo_training import shapes
 from solgen.engine.demo_training.conditioner import picture_patches
 from solgen.engine.demo_training.forward import Layout, velocity
 from solgen.engine.demo_training.loop import Stage, train
+from solgen.engine.demo_training.recipe import SMOKE, train_demo
 from solgen.engine.demo_training.video_vae import encode_means
 
 TINY = shapes.TRANSFORMER | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1}
@@ -131,3 +133,20 @@ def test_smoke_recipe_runs_from_the_command_line_and_leaves_a_model(tmp_path: Pa
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert "loss" not in again.stderr, "a finished stage was trained again"
+
+
+@pytest.mark.slow
+def test_a_run_of_no_steps_from_a_model_is_that_model(tmp_path: Path) -> None:
+    stages = ("vae", "audio_vae", "flow", "distil")
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    first = train_demo(SMOKE, tmp_path / "first", torch.device("cpu"), lambda _: None)
+    still = SMOKE.with_steps(dict.fromkeys(stages, 0))
+    second = train_demo(still, tmp_path / "second", torch.device("cpu"), lambda _: None, start=first)
+    for component in ("transformer", "vae", "audio_vae"):
+        name = Path(component) / "diffusion_pytorch_model.safetensors"
+        expected, found = load_file(first / name), load_file(second / name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected), component
+        configs = [json.loads((model / component / "config.json").read_text()) for model in (first, second)]
+        assert configs[0] == configs[1]

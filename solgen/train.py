@@ -28,17 +28,21 @@ def demo(
     debug: options.Debug = False,
 ) -> None:
     """Train the embedded demo model: autoencoders, transformer, distillation, measurement."""
-    import torch
-
-    from solgen.console import Console
-    from solgen.engine.demo_training.recipe import RECIPE, SMOKE, train_demo
     from solgen.errors import InputError, SetupError
+
+    given = _steps(steps or [])
+    if start is not None and not ((start / "transformer").is_dir() or list(start.glob("*.safetensors"))):
+        raise InputError(f"--from {start} is neither a run nor a model; name the folder given to an earlier -o")
+
+    import torch
 
     if not smoke and not torch.cuda.is_available():
         raise SetupError("no CUDA GPU found; training needs one. Without it, only --smoke runs")
-    recipe = (SMOKE if smoke else RECIPE).with_steps(_steps(steps or []))
-    if start is not None and not ((start / "transformer").is_dir() or list(start.glob("*.safetensors"))):
-        raise InputError(f"--from {start} is neither a run nor a model; name the folder given to an earlier -o")
+
+    from solgen.console import Console
+    from solgen.engine.demo_training.recipe import RECIPE, SMOKE, train_demo
+
+    recipe = (SMOKE if smoke else RECIPE).with_steps(given)
     output.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
     with Console() as console:

@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,21 +124,21 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
         log: Receives progress, a line at a time.
         start: Weights to begin with: the folder of an earlier run, or a repository such as its `model`.
     """
-    _make_deterministic(device)
     began = time.monotonic()
 
     def note(text: str) -> None:
         log(f"[{time.monotonic() - began:6.1f} s] {text}")
 
-    scenes = [
-        draw_scene(recipe.seed, index, cuts=recipe.cuts, pans=recipe.pans, spread=recipe.spread)
-        for index in range(recipe.clips)
-    ]
-    tracks = track_scenes(scenes, recipe.canvas).to(device)
-    note(f"{len(scenes)} scenes")
-    vae = train_vae(recipe, tracks, folder, device, note, start)
-    audio_vae = train_audio_vae(recipe, tracks, folder, device, note, start)
-    teacher, student = train_transformer(recipe, scenes, tracks, vae, audio_vae, folder, device, note, start)
+    with deterministic(device):
+        scenes = [
+            draw_scene(recipe.seed, index, cuts=recipe.cuts, pans=recipe.pans, spread=recipe.spread)
+            for index in range(recipe.clips)
+        ]
+        tracks = track_scenes(scenes, recipe.canvas).to(device)
+        note(f"{len(scenes)} scenes")
+        vae = train_vae(recipe, tracks, folder, device, note, start)
+        audio_vae = train_audio_vae(recipe, tracks, folder, device, note, start)
+        teacher, student = train_transformer(recipe, scenes, tracks, vae, audio_vae, folder, device, note, start)
     conditioner = Conditioner(device)
     prompts = [draw_scene(recipe.seed + 1, i, held_out=True, spread=recipe.spread) for i in range(recipe.held_out)]
     held_out = HeldOut.encode(prompts, recipe.canvas, vae, audio_vae, conditioner, device)
@@ -226,12 +227,23 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _make_deterministic(device: torch.device) -> None:
-    """Ask every library for kernels whose bits repeat; a resumed run must equal one that was not killed."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Kernels whose bits repeat, so that a resumed run equals one that was not killed; settings return afterwards.
+
+    On a GPU, an operation without such a kernel warns and runs.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.backends.cuda.matmul.allow_tf32 = True
     # Nothing here reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

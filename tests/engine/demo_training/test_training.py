@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from transformers import Qwen2VLImageProcessorPil
 
 from solgen.engine.demo_training import shapes
-from solgen.engine.demo_training.conditioner import picture_patches
+from solgen.engine.demo_training.conditioner import Conditioner, picture_patches
 from solgen.engine.demo_training.forward import Layout, velocity
 from solgen.engine.demo_training.loop import Stage, train
+from solgen.engine.demo_training.package import write_model
 from solgen.engine.demo_training.recipe import SMOKE, train_demo
 from solgen.engine.demo_training.video_vae import encode_means
 
@@ -86,6 +87,14 @@ def test_picture_patches_are_qwens() -> None:
     values, grid = picture_patches(pictures / 255)
     assert torch.equal(grid, expected["image_grid_thw"])
     torch.testing.assert_close(values, expected["pixel_values"], rtol=0, atol=1e-5)
+
+
+def test_a_trained_model_fits_the_package(tmp_path: Path) -> None:
+    models = shapes.new_transformer(0), shapes.new_vae(), shapes.new_audio_vae()
+    write_model(tmp_path / "model", *models, Conditioner(torch.device("cpu")))
+    sizes = [path.stat().st_size for path in (tmp_path / "model").rglob("*") if path.is_file()]
+    assert sum(sizes) <= 22 * 2**20
+    assert max(sizes) <= 16 * 2**20
 
 
 class Killed(Exception):

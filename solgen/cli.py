@@ -12,6 +12,7 @@ import typer
 from solgen import __version__, options
 from solgen.bench import app as bench_app
 from solgen.lora import app as lora_app
+from solgen.train import app as train_app
 
 app = typer.Typer(
     help="Generate video with sound from MiniMax-H3, fast.",
@@ -25,6 +26,7 @@ presets_app = typer.Typer(help="Show the presets.", no_args_is_help=True, rich_m
 app.add_typer(presets_app, name="presets")
 app.add_typer(bench_app, name="bench")
 app.add_typer(lora_app, name="lora")
+app.add_typer(train_app, name="train")
 
 
 def _version(value: bool) -> None:

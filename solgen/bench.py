@@ -18,6 +18,7 @@ def bench() -> None:
 
 @app.command()
 def attention(
+    context: typer.Context,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="One comparison, as 56x83072; repeatable.", metavar="HEADSxROWS", show_default="six shapes"),
@@ -38,9 +39,12 @@ def attention(
 ) -> None:
     """Compare attention operators on the same inputs: speed, or with --errors accuracy."""
     from solgen.console import Console
-    from solgen.engine.bench.show import error_tables, show, speed_plot, speed_tables
+    from solgen.engine.bench.show import check_results, error_tables, show, speed_plot, speed_tables
 
+    check_results({"--json": json_path, "--plot": plot})
     shapes = _pairs(shape, "HEADSxROWS", "56x83072")
+    if errors:
+        _refuse_speed_options(context, shapes)
     with Console() as console:
         if errors:
             from solgen.engine.bench.errors import ErrorSettings, bench_errors
@@ -65,7 +69,7 @@ def attention(
             report = bench_attention(settings, console.note)
     _write(report, json_path)
     show(error_tables(report) if errors else speed_tables(report))
-    if plot is not None and not errors:
+    if plot is not None:
         speed_plot(report, plot)
 
 
@@ -83,8 +87,9 @@ def kernels(
     """Compare the fused ops of a transformer block with the eager forms they replace."""
     from solgen.console import Console
     from solgen.engine.bench.kernels import ROWS, Settings, bench_kernels
-    from solgen.engine.bench.show import kernel_tables, show
+    from solgen.engine.bench.show import check_results, kernel_tables, show
 
+    check_results({"--json": json_path})
     with Console() as console:
         report = bench_kernels(Settings(rows=tuple(rows or ROWS), runs=runs, seed=seed), console.note)
     _write(report, json_path)
@@ -106,8 +111,9 @@ def linear(
     """Compare the linear layers of a block in bf16 and FP8: speed and error."""
     from solgen.console import Console
     from solgen.engine.bench.linear import LAYERS, LinearSettings, bench_linear
-    from solgen.engine.bench.show import linear_tables, show
+    from solgen.engine.bench.show import check_results, linear_tables, show
 
+    check_results({"--json": json_path})
     with Console() as console:
         report = bench_linear(
             LinearSettings(_pairs(shape, "INxOUT", "5376x7168") or LAYERS, rows=rows, runs=runs, seed=seed),
@@ -128,8 +134,9 @@ def merge(
     """Time the merge of a random adapter into random weights of a model's size."""
     from solgen.console import Console
     from solgen.engine.bench.merge import MergeSettings, bench_merge
-    from solgen.engine.bench.show import merge_table, show
+    from solgen.engine.bench.show import check_results, merge_table, show
 
+    check_results({"--json": json_path})
     with Console() as console:
         report = bench_merge(MergeSettings(preset, rank, seed), console.note)
     _write(report, json_path)
@@ -140,6 +147,18 @@ def _write(report: Any, path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _refuse_speed_options(context: typer.Context, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Refuse what would change nothing with `--errors`: it measures every operator and tail on the same heads."""
+    from solgen.errors import InputError
+
+    for name in ("attention", "tail", "data", "runs", "plot"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--errors measures the same with any --{name}; leave --{name} out")
+    if len({heads for heads, _ in shapes}) > 1:
+        raise InputError("--errors compares sequences of one number of heads; give every --shape the same")
 
 
 def _pairs(given: list[str] | None, form: str, example: str) -> tuple[tuple[int, int], ...]:

@@ -108,13 +108,13 @@ def _generate(jobs: Any, listener: Any, **options: Any) -> Any:
 
 @app.command()
 def profile(
-    prompt: options.Prompt = "A red ball bounces across a wooden floor.",
+    prompt: options.AnyPrompt = None,
     preset: options.Preset = None,
     task: options.Task = None,
     image: options.Image = None,
     last_image: options.LastImage = None,
     reference: options.Reference = None,
-    seed: options.Seed = 0,
+    seed: options.FixedSeed = None,
     steps: options.Steps = None,
     width: options.Width = None,
     height: options.Height = None,
@@ -141,16 +141,17 @@ def profile(
 ) -> None:
     """Make one denoiser call of a request, attended one way or several, and show where its time goes."""
     given = dict(locals())
+    from solgen.engine.bench.show import check_results, show
     from solgen.engine.profile.plan import plan_arms
 
-    names = attention.split(",") if attention else None
+    check_results({"--trace": trace, "--plot": plot})
+    names = None if attention is None else attention.split(",")
     plan = partial(plan_arms, options.request_options(given), names, dummy=dummy_weights, text_rows=text_rows)
     from solgen.ranks import run
 
     jobs, report = run(_profile, plan, gpus=gpus, debug=debug, names=names, runs=runs, trace=trace)
     if not jobs:
         return
-    from solgen.engine.bench.show import show
     from solgen.engine.profile.show import headline, tables
     from solgen.engine.profile.show import plot as draw
 

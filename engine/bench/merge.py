@@ -56,8 +56,8 @@ def bench_merge(settings: MergeSettings, note: Callable[[str], None]) -> dict[st
     """
     if settings.rank < 1:
         raise InputError(f"--rank {settings.rank}; expected 1 or more")
-    device = pick_device(settings.preset)
     demo = load_preset(settings.preset).model.source == "demo"
+    device = pick_device(settings.preset)
     repository = DummyRepository(
         path=Path(),
         source="random weights",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,16 +16,19 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 
 from solgen.engine.dense import Dense, choose_dense, dense_attention
+from solgen.engine.exchange import OperandExchange
 from solgen.engine.linear import shared_rows
 from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
 from solgen.kernels.block_sparse.validation import choose_impl
 from solgen.kernels.sol_attn1 import SolAttn1Config, sol_attn1
 from solgen.kernels.sol_attn2 import NonFiniteError, SolAttn2Config, SolAttn2Details, fastest_impl, sol_attn2
+from solgen.kernels.sol_attn2.config import HEAD_DIM
 from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
 from solgen.kernels.sol_attn2.details import Stage
+from solgen.kernels.sol_attn2.wire import attend_operands
 from solgen.parallel.ulysses import Ulysses
-from solgen.presets.schema import Attention
+from solgen.presets.schema import Attention, Parallel
 
 
 @dataclass
@@ -38,6 +42,7 @@ class AttentionRun:
         dense: Kernel of the dense blocks.
         ulysses: Exchanges with the ranks that share the sequence; None when there are none.
         fused: Whether the norms and angles of queries and keys are one kernel.
+        parallel: How the ranks exchange.
         step: Denoiser call in progress, from 0.
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
             tensors that stay on the device until `density_table`.
@@ -55,6 +60,7 @@ class AttentionRun:
     dense: Dense
     ulysses: Ulysses | None = None
     fused: bool = False
+    parallel: Parallel = field(default_factory=Parallel)
     step: int = 0
     densities: list[dict[int, torch.Tensor]] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -64,7 +70,13 @@ class AttentionRun:
 
     @classmethod
     def start(
-        cls, settings: Attention, video_rows: torch.Tensor, ulysses: Ulysses | None = None, *, fused: bool = False
+        cls,
+        settings: Attention,
+        video_rows: torch.Tensor,
+        ulysses: Ulysses | None = None,
+        *,
+        fused: bool = False,
+        parallel: Parallel | None = None,
     ) -> "AttentionRun":
         """Begin a request. `video_rows` is [N] bool in the order of the packed sequence."""
         config = SolAttn2Config(
@@ -78,7 +90,8 @@ class AttentionRun:
         )
         if settings.backend == "fp8":
             config = dataclasses.replace(config, epsilon=-math.inf, top_k=None, tail="none")
-        return cls(settings, config, video_rows, choose_dense(settings.dense, video_rows.device), ulysses, fused)
+        dense = choose_dense(settings.dense, video_rows.device)
+        return cls(settings, config, video_rows, dense, ulysses, fused, parallel or Parallel())
 
     @property
     def impl(self) -> Literal["reference", "triton", "gluon"] | None:
@@ -172,6 +185,10 @@ def attend(
     )
 
 
+QueryAndKey = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Projects, norms and rotates this rank's queries and keys, [1, n, H, D]."""
+
+
 class BlockAttention:
     """Attention of one transformer block behind diffusers' processor interface.
 
@@ -196,22 +213,69 @@ class BlockAttention:
     ) -> torch.Tensor:
         """Attend over the packed sequence; `hidden_states` is [1, n, hidden] with this rank's n rows."""
         run = self.run
-        projections = attn.to_q, attn.to_k, attn.to_v
         with run.stage("shared rows"):
-            rows = shared_rows(hidden_states, *projections)
-        query, key, value = (projection(rows).unflatten(-1, (attn.heads, -1)) for projection in projections)
-        query, key = self._norm_and_rotate(attn, query, key, rotary_emb)
-        if run.ulysses is not None:
-            query, key, value = run.ulysses.to_heads(query, key, value)
-        with run.stage("operator"):
-            if not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None):
-                with run.stage("dense"):
-                    output = dense_attention(query, key, value, run.dense)
-            else:
-                output = self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
-        if run.ulysses is not None:
-            output = run.ulysses.to_rows(output)
+            rows = shared_rows(hidden_states, attn.to_q, attn.to_k, attn.to_v)
+        value = attn.to_v(rows).unflatten(-1, (attn.heads, -1))
+
+        def query_and_key() -> tuple[torch.Tensor, torch.Tensor]:
+            query, key = (projection(rows).unflatten(-1, (attn.heads, -1)) for projection in (attn.to_q, attn.to_k))
+            return self._norm_and_rotate(attn, query, key, rotary_emb)
+
+        dense = not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None)
+        if run.ulysses is None:
+            output = self._operate(*query_and_key(), value, dense)
+        elif run.parallel.wire == "fp8" and not dense and run.histogram is None:
+            output = self._attend_operands(run.ulysses, query_and_key, value)
+        else:
+            output = self._attend_heads(run.ulysses, query_and_key, value, dense)
         return attn.to_out[1](attn.to_out[0](output.flatten(2, 3)))
+
+    def _attend_heads(
+        self, ulysses: Ulysses, query_and_key: QueryAndKey, value: torch.Tensor, dense: bool
+    ) -> torch.Tensor:
+        """Attention [1, n, H, D] of this rank's rows, whose queries and keys wait to be computed."""
+        if self.run.parallel.overlap:
+            values = ulysses.start_to_heads(value)
+            query, key = ulysses.to_heads(*query_and_key())
+            (value,) = values()
+        else:
+            query, key, value = ulysses.to_heads(*query_and_key(), value)
+        return ulysses.to_rows(self._operate(query, key, value, dense))
+
+    def _attend_operands(self, ulysses: Ulysses, query_and_key: QueryAndKey, value: torch.Tensor) -> torch.Tensor:
+        """As `_attend_heads`, sparse, with Sol-Attn2's operands and an FP8 output on the wire."""
+        run = self.run
+        exchange = OperandExchange(ulysses, run.config, run.stage)
+        if run.parallel.overlap:
+            sent = exchange.send_values(value)
+            query, key = query_and_key()
+        else:
+            query, key = query_and_key()
+            sent = exchange.send_values(value)
+        operands = exchange.operands(query, key, sent)
+        with run.stage("operator"):
+            output = self._booked(
+                lambda: attend_operands(
+                    operands,
+                    config=run.config,
+                    dtype=value.dtype,
+                    video_rows=run.video_rows,
+                    impl=run.impl,
+                    stage=run.stage,
+                ),
+                len(operands.q_codes),
+                value.dtype,
+            ).transpose(1, 2)
+            run.computed_by = run.impl or fastest_impl(operands.q_codes, run.config)
+        return exchange.to_rows(output, sent)
+
+    def _operate(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool) -> torch.Tensor:
+        """Attention over all rows with this rank's heads, [1, N, h, D]."""
+        with self.run.stage("operator"):
+            if not dense:
+                return self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+            with self.run.stage("dense"):
+                return dense_attention(query, key, value, self.run.dense)
 
     def _norm_and_rotate(
         self,
@@ -239,13 +303,21 @@ class BlockAttention:
         run = self.run
         if run.histogram is not None:
             run.histogram += share_histogram(query, key, video_rows=run.video_rows)
+        return self._booked(lambda: attend(run, query, key, value), query.shape[1], query.dtype)
+
+    def _booked(
+        self, call: Callable[[], tuple[torch.Tensor, SolAttn2Details]], heads: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Output of a sparse call, [1, heads, N, 128]; books its density."""
+        run = self.run
         try:
-            output, details = attend(run, query, key, value)
+            output, details = call()
         except NonFiniteError:
             if run.ulysses is None:
                 raise
             # The other ranks' heads may be finite: they wait for this output, and see in it what happened.
-            return torch.full_like(query, torch.nan)
+            shape = (1, heads, run.video_rows.numel(), HEAD_DIM)
+            return torch.full(shape, torch.nan, dtype=dtype, device=run.video_rows.device)
         run.densities[run.step][self.block] = details.density
         run.kept[self.block] = details.density_all
         return output

@@ -16,6 +16,7 @@ from solgen.engine.adapters.source import preset_source
 from solgen.engine.attention import check_attention
 from solgen.engine.batch import Job
 from solgen.engine.dummy import DummyRepository, RandomWeights, check_memory, open_dummy
+from solgen.engine.exchange import check_wire
 from solgen.engine.fusion import check_fusion
 from solgen.engine.linear import check_linear
 from solgen.engine.machine import model_dtype, pick_device
@@ -69,6 +70,7 @@ def check(jobs: Sequence[Job], num_ranks: int = 1) -> tuple[torch.device, Reposi
     check_linear(first.preset, device)
     for job in jobs:
         check_attention(job.request.preset.attention, device, repository.num_blocks(first.task))
+        check_wire(job.request.preset)
         check_fusion(job.request.preset.fusion, device)
     if isinstance(repository, DummyRepository):
         check_memory(RandomWeights(repository, device, model_dtype(device)), device)

@@ -13,6 +13,7 @@ import torch
 from solgen.engine.pipeline import H3Pipeline
 from solgen.engine.tiles import decoded_stretches
 from solgen.errors import InputError
+from solgen.parallel.mesh import Mesh
 from solgen.presets.schema import FPS, FRAMES_PER_CHUNK, LATENTS_PER_CHUNK, Canvas
 
 
@@ -86,21 +87,22 @@ class Latents:
 
 
 @torch.no_grad()
-def decode_video(pipeline: H3Pipeline, latents: torch.Tensor) -> list[np.ndarray]:
-    """Decode the picture; only a stretch of 17 frames is ever there as floating point numbers.
+def decode_video(pipeline: H3Pipeline, latents: torch.Tensor, mesh: Mesh | None = None) -> list[np.ndarray]:
+    """Decode the picture; only a stretch of 17 frames a rank is ever there as floating point numbers.
 
     Args:
         pipeline: Holds the video VAE, and knows the pixel statistics.
-        latents: [1, 24, t, h, w] float32.
+        latents: [1, 24, t, h, w] float32, the same on every rank.
+        mesh: Ranks that share the work; all of them take part.
 
     Returns:
-        Consecutive uint8 frames [f, height, width, 3] in host memory.
+        Consecutive uint8 frames [f, height, width, 3] in host memory, on the leader.
     """
     vae = pipeline.vae
     mean = torch.tensor(pipeline.pixel_mean, device=vae.device).view(-1, 1, 1, 1)
     std = torch.tensor(pipeline.pixel_std, device=vae.device).view(-1, 1, 1, 1)
     frames = []
-    for pixels in decoded_stretches(vae, _denormalised(vae, latents.to(vae.device))):
+    for pixels in decoded_stretches(vae, _denormalised(vae, latents.to(vae.device)), mesh=mesh):
         image = (pixels[0].float() * std + mean).clamp(0, 1).mul(255).round().to(torch.uint8)
         frames.append(image.permute(1, 2, 3, 0).contiguous().cpu().numpy())
     return frames

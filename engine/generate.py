@@ -15,7 +15,7 @@ from solgen.engine.adapters.two_time import takes_two_times
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
-from solgen.engine.decode import Latents
+from solgen.engine.decode import Latents, decode_video
 from solgen.engine.denoise import StepHook, denoise
 from solgen.engine.fusion import fused, runs_fused
 from solgen.engine.linear import use_linear
@@ -23,7 +23,7 @@ from solgen.engine.loader import load_pipeline
 from solgen.engine.machine import device_name, model_dtype, versions
 from solgen.engine.media.read import read_image
 from solgen.engine.media.references import build_reference
-from solgen.engine.output import rounded, write_clip
+from solgen.engine.output import decode_clip, rounded, write_clip
 from solgen.engine.pipeline import H3Pipeline, generator, transformer_name
 from solgen.engine.repository import Repository
 from solgen.engine.request import Request
@@ -33,7 +33,7 @@ from solgen.engine.sidecar import finished_record, finite, latents_digest, reque
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError, SolgenError
 from solgen.kernels.sol_attn2.config import BLOCK
-from solgen.parallel.agree import gather, share, together
+from solgen.parallel.agree import LostRankError, gather, share, together
 from solgen.parallel.launch import unwinding
 from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Span, Ulysses
@@ -145,16 +145,19 @@ def make(
     for clip in clips:
         sample(pipeline, clip, on_step or (lambda *_: None), mesh)
         tell(repository, listener)  # AdaLN projections are merged when their tables are built
+        assert clip.latents is not None
         if mesh.leads:
-            with unwinding():
-                clip.record = record(clip, repository, device, mesh, stages.seconds)
-                written[clip.job.output] = write(pipeline, clip, overwrite=overwrite)
+            clip.record = record(clip, repository, device, mesh, stages.seconds)
+            written[clip.job.output] = write(pipeline, clip, mesh, overwrite=overwrite)
+        else:
+            with clip.stages.stage("decode video"):
+                decode_video(pipeline, clip.latents.video, mesh)
         clip.state, clip.latents = PipelineState(), None
     return written
 
 
 def load(repository: Repository, request: Request, device: torch.device, mesh: Mesh, stages: Stages) -> H3Pipeline:
-    """Read what this rank needs: only the leader of a group encodes and decodes."""
+    """Read what this rank needs: only the leader of a group encodes, and decodes the sound."""
     with stages.stage("load"):
         pipeline = load_pipeline(
             repository,
@@ -162,7 +165,7 @@ def load(repository: Repository, request: Request, device: torch.device, mesh: M
             device=device,
             dtype=model_dtype(device),
             memory=request.preset.memory,
-            denoiser_only=not mesh.leads,
+            follows=not mesh.leads,
         )
     tell(repository, stages.listener)
     return pipeline
@@ -272,24 +275,38 @@ def start_run(clip: Clip, mesh: Mesh, span: Span = nullcontext) -> AttentionRun:
     preset = clip.request.preset
     video_rows = clip.state.get("token_order").video_rows
     ulysses = Ulysses.over(mesh, video_rows.numel(), block=BLOCK, span=span)
-    return AttentionRun.start(preset.attention, video_rows, ulysses, fused=runs_fused(preset.fusion, video_rows.device))
+    return AttentionRun.start(
+        preset.attention,
+        video_rows,
+        ulysses,
+        fused=runs_fused(preset.fusion, video_rows.device),
+        parallel=preset.parallel,
+    )
 
 
-def write(pipeline: H3Pipeline, clip: Clip, *, overwrite: bool) -> dict[str, Any]:
-    """Decode, write the mp4 and its record; if that fails, keep the latents and say where.
+def write(pipeline: H3Pipeline, clip: Clip, mesh: Mesh, *, overwrite: bool) -> dict[str, Any]:
+    """Decode with the help of the group, write the mp4 and its record; if that fails, keep the latents and say where.
 
     Raises:
         SolgenError: naming the latents file and the command that decodes it.
+        LostRankError: if another rank is gone; the listener has been told where the latents are.
     """
     assert clip.latents is not None
     try:
-        return write_clip(pipeline, clip.latents, clip.record, clip.job.output, clip.stages, overwrite=overwrite)
+        decoded = decode_clip(pipeline, clip.latents, clip.stages, mesh)
+        with unwinding():
+            return write_clip(decoded, clip.record, clip.job.output, clip.stages, overwrite=overwrite)
     except Exception as error:
         try:
-            kept = clip.latents.keep(clip.job.output, clip.record)
+            with unwinding():
+                kept = clip.latents.keep(clip.job.output, clip.record)
         except Exception as second:
             raise SolgenError(f"{error}; the latents could not be kept either: {second}") from error
-        raise SolgenError(f"{error}\nthe latents are kept: solgen decode {kept} -o {clip.job.output}") from error
+        told = f"the latents are kept: solgen decode {kept} -o {clip.job.output}"
+        if isinstance(error, LostRankError):
+            clip.stages.listener.note(told)
+            raise
+        raise SolgenError(f"{error}\n{told}") from error
 
 
 def record(

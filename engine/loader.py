@@ -27,7 +27,7 @@ def load_pipeline(
     device: torch.device,
     dtype: torch.dtype,
     memory: Memory | None = None,
-    denoiser_only: bool = False,
+    follows: bool = False,
 ) -> H3Pipeline:
     """Read every component of the task. FP32 islands follow each component's `_keep_in_fp32_modules`.
 
@@ -38,7 +38,7 @@ def load_pipeline(
         dtype: Type of everything outside the islands.
         memory: What waits in host memory, and whether `tables` stand in for the AdaLN projections; by default
             everything is on the device and nothing is replaced.
-        denoiser_only: Leave out the conditioner and the VAEs, which one rank of several uses for all.
+        follows: Leave out the conditioner and the audio VAE, which one rank of several uses for all.
 
     Raises:
         SetupError: naming the component that cannot be loaded.
@@ -49,7 +49,7 @@ def load_pipeline(
     pipeline.device_in_use = device
     loaded: dict[str, Any] = {}
     for name, folder in repository.folders.items():
-        if denoiser_only and name in WEIGHTED and name != transformer_name(task):
+        if follows and name in ("text_encoder", "audio_vae"):
             continue
         with _named(name, folder):
             if name == "processor":

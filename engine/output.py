@@ -1,8 +1,10 @@
 """Decoding latents into an mp4 and its record, at the end of a run or later from a kept file."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from solgen.engine.decode import Latents, decode_audio, decode_video
@@ -15,26 +17,49 @@ from solgen.engine.repository import open_repository
 from solgen.engine.sidecar import write_sidecar
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError
+from solgen.parallel.mesh import Mesh
 from solgen.presets.schema import FPS, Preset
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A clip before it is written.
+
+    Attributes:
+        frames: Consecutive uint8 frames [f, height, width, 3].
+        audio: float32 samples [2, S].
+        sampling_rate: Samples a second.
+    """
+
+    frames: list[np.ndarray]
+    audio: np.ndarray
+    sampling_rate: int
+
+
+def decode_clip(pipeline: H3Pipeline, latents: Latents, stages: Stages, mesh: Mesh | None = None) -> Decoded:
+    """Decode latents on the leader of a group, whose other ranks help with `decode_video`."""
+    with stages.stage("decode audio"):
+        audio = decode_audio(pipeline, latents.audio)
+    with stages.stage("decode video"):
+        frames = decode_video(pipeline, latents.video, mesh)
+    return Decoded(frames, audio, pipeline.audio_sampling_rate)
+
+
 def write_clip(
-    pipeline: H3Pipeline,
-    latents: Latents,
+    decoded: Decoded,
     record: dict[str, Any],
     output: Path,
     stages: Stages,
     *,
     overwrite: bool,
 ) -> dict[str, Any]:
-    """Decode latents, write them as an mp4 of their request's canvas, and write the record beside it.
+    """Write a clip as an mp4 of its request's canvas, and the record beside it.
 
     Args:
-        pipeline: Holds the two VAEs.
-        latents: What the denoiser left.
+        decoded: Its frames and sound.
         record: What is known of the clip; the prompt also goes into the mp4's comment.
         output: The mp4; the record goes to the same name with `.json`.
-        stages: Times the decoding.
+        stages: Has timed the decoding, and times the writing.
         overwrite: Whether existing files may be replaced.
 
     Returns:
@@ -42,19 +67,15 @@ def write_clip(
     """
     preset = Preset.model_validate(record["request"]["settings"])
     canvas, crop = preset.canvas, preset.output.crop
-    with stages.stage("decode audio"):
-        audio = decode_audio(pipeline, latents.audio)
-    with stages.stage("decode video"):
-        frames = decode_video(pipeline, latents.video)
     with stages.stage("write"):
         write_video(
             output,
-            frames,
-            audio,
+            decoded.frames,
+            decoded.audio,
             num_frames=canvas.num_frames,
             width=canvas.width,
             height=canvas.height,
-            sampling_rate=pipeline.audio_sampling_rate,
+            sampling_rate=decoded.sampling_rate,
             crop_height=crop,
             comment=record["request"]["prompt"],
             overwrite=overwrite,
@@ -97,7 +118,7 @@ def decode_file(path: Path, output: Path, listener: Listener, *, overwrite: bool
     stages = Stages(device, listener)
     with stages.stage("load"):
         pipeline = load_decoders(repository, device=device, dtype=model_dtype(device))
-    return write_clip(pipeline, latents, record, output, stages, overwrite=overwrite)
+    return write_clip(decode_clip(pipeline, latents, stages), record, output, stages, overwrite=overwrite)
 
 
 def rounded(seconds: dict[str, float]) -> dict[str, float]:

@@ -103,7 +103,10 @@ def _run_rank(function: Callable[..., Any], arguments: tuple[Any, ...], debug: b
         # The file in which the agent looks for a failed rank's reason.
         with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w", encoding="utf-8") as file:
             json.dump({"message": message, "timestamp": int(time.time())}, file)
-        sys.exit(code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the interpreter's teardown, which gloo's threads may abort while the other ranks are not there.
+        os._exit(code)
 
 
 @contextmanager

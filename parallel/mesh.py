@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,7 +24,7 @@ class Mesh:
     Attributes:
         dp_rank: Which share of the prompts it takes, 0 to `dp_size` - 1.
         dp_size: Groups that take different prompts.
-        sp_rank: Which rows of a clip it takes, 0 to `sp_size` - 1; 0 also encodes, decodes and writes.
+        sp_rank: Which rows of a clip it takes, 0 to `sp_size` - 1; 0 also encodes and writes.
         sp_size: Ranks that share one clip.
         sp_group: Process group of the ranks that share this one's clips; None when it is alone.
     """
@@ -53,8 +54,24 @@ class Mesh:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank encodes, decodes and writes for its group."""
+        """Whether this rank encodes, joins the frames and writes for its group."""
         return self.sp_rank == 0
+
+    def collect(self, part: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The parts of the group's first `count` ranks, of one shape, on its leader; nothing elsewhere.
+
+        Args:
+            part: This rank's; empty on the ranks that have none. The leader has one.
+            count: At least 1.
+        """
+        if self.sp_size == 1:
+            return [part]
+        sizes = [part.numel() * (self.leads and rank < count) for rank in range(self.sp_size)]
+        received = part.new_empty(sum(sizes))
+        sent = [part.numel(), *[0] * (self.sp_size - 1)]
+        with collective():
+            dist.all_to_all_single(received, part.flatten(), sizes, sent, group=self.sp_group)
+        return [found.view(part.shape) for found in received.split(sizes)[:count]] if self.leads else []
 
     def share(self, value: T) -> T:
         """The leader's value, on every rank of the group."""

@@ -6,10 +6,11 @@ Ulysses, arXiv 2309.14509). Rows are dealt out unevenly and never padded.
 Legend: P ranks, N rows of the sequence, n rows of this rank, H heads, D channels of a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,13 @@ import torch.distributed as dist
 from solgen.parallel.agree import collective
 from solgen.parallel.mesh import Mesh
 
+T = TypeVar("T")
+
+Arrival = Callable[[], T]
+"""Waits for an exchange that has begun, and returns what it brings; called once."""
+
 Span = Callable[[str], AbstractContextManager[object]]
-"""Surrounds an all-to-all, to measure it: "heads" of those around attention, "rows" of those that gather."""
+"""Surrounds the wait for an exchange, to measure it: "heads" of those around attention, "rows" of those that gather."""
 
 
 def split_rows(num_rows: int, num_ranks: int, *, block: int) -> tuple[int, ...]:
@@ -43,7 +49,7 @@ class Ulysses:
         group: Process group of the P ranks.
         rank: This rank's number in it.
         rows: Rows of every rank; they add up to N.
-        span: Surrounds every all-to-all.
+        span: Surrounds every wait for an exchange.
     """
 
     group: dist.ProcessGroup
@@ -63,13 +69,17 @@ class Ulysses:
         return tensor.narrow(dim, sum(self.rows[: self.rank]), self.rows[self.rank])
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange this rank's rows of all heads for all rows of its heads, in one all-to-all.
+        """`start_to_heads`, and wait."""
+        return self.start_to_heads(*tensors)()
+
+    def start_to_heads(self, *tensors: torch.Tensor) -> Arrival[tuple[torch.Tensor, ...]]:
+        """Begin to exchange this rank's rows of all heads for all rows of its heads, in one all-to-all.
 
         Args:
             tensors: Query, key and value, each [1, n, H, D], one dtype.
 
         Returns:
-            The same, each [1, N, H / P, D]: views of the receive buffer, whose channels are contiguous.
+            Brings the same, each [1, N, H / P, D]: views of the receive buffer, whose channels are contiguous.
         """
         ranks, rows = len(self.rows), self.rows[self.rank]
         _, _, heads, channels = tensors[0].shape
@@ -77,16 +87,46 @@ class Ulysses:
         for index, tensor in enumerate(tensors):
             packed[..., index, :] = tensor[0].unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
         received = packed.new_empty(1, sum(self.rows), *packed.shape[2:])
-        self._all_to_all("heads", received[0], packed.flatten(0, 1), sent=[rows] * ranks, received=list(self.rows))
-        return received.unbind(3)
+        arrival = self._start("heads", received[0], packed.flatten(0, 1), [rows] * ranks, list(self.rows))
+
+        def arrive() -> tuple[torch.Tensor, ...]:
+            arrival()
+            return received.unbind(3)
+
+        return arrive
+
+    def start_packets(self, packets: torch.Tensor, widths: Sequence[int]) -> Arrival[list[torch.Tensor]]:
+        """Begin to exchange packets of this rank's rows of all heads for those of all rows of its heads.
+
+        Args:
+            packets: A packet a head, [H, W] contiguous.
+            widths: W of every rank.
+
+        Returns:
+            Brings the packets of this rank's heads from every rank, each [H / P, W of that rank].
+        """
+        ranks = len(self.rows)
+        heads = len(packets) // ranks
+        sizes = [heads * width for width in widths]
+        received = packets.new_empty(sum(sizes))
+        arrival = self._start("heads", received, packets.flatten(), [heads * packets.shape[1]] * ranks, sizes)
+
+        def arrive() -> list[torch.Tensor]:
+            arrival()
+            return [part.view(heads, -1) for part in received.split(sizes)]
+
+        return arrive
 
     def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Undo `to_heads`: all rows of this rank's heads, [1, N, H / P, D], become its rows of all, [1, n, H, D]."""
+        return self.packets_to_rows(tensor[0].contiguous()).transpose(0, 1).flatten(1, 2)[None]
+
+    def packets_to_rows(self, packets: torch.Tensor) -> torch.Tensor:
+        """What every rank has of this rank's rows, [P, n, ...], from what this one has of all, [N, ...] contiguous."""
         ranks, rows = len(self.rows), self.rows[self.rank]
-        received = tensor.new_empty(ranks, rows, *tensor.shape[2:])
-        source = tensor[0].contiguous()
-        self._all_to_all("heads", received.flatten(0, 1), source, sent=list(self.rows), received=[rows] * ranks)
-        return received.transpose(0, 1).flatten(1, 2)[None]
+        received = packets.new_empty(ranks, rows, *packets.shape[1:])
+        self._start("heads", received.flatten(0, 1), packets, list(self.rows), [rows] * ranks)()
+        return received
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """All rows, [1, N, C], from every rank's [1, n, C]."""
@@ -94,8 +134,15 @@ class Ulysses:
         received = tensor.new_empty(1, sum(self.rows), tensor.shape[2])
         # An all-to-all of copies: gloo has no all-gather of uneven parts.
         copies = tensor[0].repeat(ranks, 1)
-        self._all_to_all("rows", received[0], copies, sent=[rows] * ranks, received=list(self.rows))
+        self._start("rows", received[0], copies, [rows] * ranks, list(self.rows))()
         return received
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors of one shape, [P, ...] in their order, on all of them."""
+        stacked = tensor.new_empty(len(self.rows), *tensor.shape)
+        with self.span("heads"), collective():
+            dist.all_gather(list(stacked), tensor.contiguous(), group=self.group)
+        return stacked
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
@@ -110,8 +157,15 @@ class Ulysses:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
-    def _all_to_all(
-        self, name: str, output: torch.Tensor, source: torch.Tensor, *, sent: list[int], received: list[int]
-    ) -> None:
-        with self.span(name), collective():
-            dist.all_to_all_single(output, source, received, sent, group=self.group)
+    def _start(
+        self, name: str, output: torch.Tensor, source: torch.Tensor, sent: list[int], received: list[int]
+    ) -> Arrival[None]:
+        """Begin an all-to-all, `sent` to and `received` from every rank in entries of the first dimension."""
+        with collective():
+            work = dist.all_to_all_single(output, source, received, sent, group=self.group, async_op=True)
+
+        def arrive() -> None:
+            with self.span(name), collective():
+                work.wait()
+
+        return arrive

@@ -192,9 +192,13 @@ class Parallel(Table):
 
     Attributes:
         dp: Groups of ranks that take different prompts of a batch; the ranks of a group share each clip.
+        wire: What ranks send around sparse attention: "bf16" tensors, or Sol-Attn2's "fp8" operands and an FP8 output.
+        overlap: Send values while queries and keys are projected, normed and rotated; the same bits.
     """
 
     dp: int = Field(1, ge=1)
+    wire: Literal["bf16", "fp8"] = "bf16"
+    overlap: bool = False
 
 
 class Memory(Table):

@@ -143,6 +143,26 @@ def merge(
     show(iter([merge_table(report)]))
 
 
+@app.command()
+def scaling(
+    profiles: Annotated[list[Path], typer.Argument(help="JSON of solgen profile; with --gpus 1,2, measured beside.")],
+    gpus: Annotated[str, typer.Option(help="Numbers of GPUs, separated by commas.")] = "1,2,4,8",
+    link: Annotated[float, typer.Option(help="GB/s that a GPU sends and receives at once.")] = 323.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Predict a denoiser call on several GPUs from its profile on one; measures nothing."""
+    from solgen.engine.bench.scaling import Machine, bench_scaling, prediction_tables
+    from solgen.engine.bench.show import check_results, show
+    from solgen.engine.profile.scaling import gpu_counts
+
+    check_results({"--json": json_path})
+    counts = gpu_counts(gpus, names=None, trace=None)
+    reports = [bench_scaling(path, counts, Machine(link=link)) for path in profiles]
+    _write(reports, json_path)
+    show(prediction_tables(reports))
+
+
 def _write(report: Any, path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import json
 import secrets
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -131,7 +132,7 @@ def profile(
     dummy_weights: options.DummyWeights = False,
     text_rows: options.TextRows = None,
     runs: options.Runs = 3,
-    gpus: options.Gpus = None,
+    gpus: options.GpuCounts = None,
     trace: options.Trace = None,
     plot: options.Plot = None,
     config: options.Config = None,
@@ -143,13 +144,26 @@ def profile(
     given = dict(locals())
     from solgen.engine.bench.show import check_results, show
     from solgen.engine.profile.plan import plan_arms
+    from solgen.engine.profile.scaling import gpu_counts
 
     check_results({"--trace": trace, "--plot": plot})
     names = None if attention is None else attention.split(",")
+    counts = gpu_counts(gpus, names=names, trace=trace)
     plan = partial(plan_arms, options.request_options(given), names, dummy=dummy_weights, text_rows=text_rows)
+    if len(counts) > 1:
+        from solgen.engine.profile.scaling import scaling
+        from solgen.ranks import run_counts
+
+        with tempfile.TemporaryDirectory(prefix="solgen-outputs-") as folder:
+            outputs = Path(folder)
+            reports = run_counts(_profile, plan, counts=counts, debug=debug, names=names, runs=runs, outputs=outputs)
+            rows = scaling(reports, outputs)
+        _show_scaling(rows, reports, plot, as_json)
+        return
     from solgen.ranks import run
 
-    jobs, report = run(_profile, plan, gpus=gpus, debug=debug, names=names, runs=runs, trace=trace)
+    count = counts[0] if counts else None
+    jobs, report = run(_profile, plan, gpus=count, debug=debug, names=names, runs=runs, trace=trace)
     if not jobs:
         return
     from solgen.engine.profile.show import headline, tables
@@ -162,6 +176,22 @@ def profile(
     else:
         print(headline(report))
         show(tables(report))
+
+
+def _show_scaling(rows: list[dict[str, Any]], reports: list[dict[str, Any]], plot: Path | None, as_json: bool) -> None:
+    from solgen.engine.bench.show import show
+    from solgen.engine.profile.scaling import scaling_plot, scaling_table
+    from solgen.engine.profile.show import headline, tables
+
+    if plot is not None:
+        scaling_plot(rows, f"{reports[0]['device']}, {reports[0]['facts']['rows']:,} rows", plot)
+    if as_json:
+        print(json.dumps({"scaling": rows, "reports": reports}))
+        return
+    for report in reports:
+        print(headline(report))
+        show(tables(report))
+    show(iter([scaling_table(rows)]))
 
 
 def _profile(jobs: Any, listener: Any, **options: Any) -> Any:

@@ -72,6 +72,10 @@ Set = Annotated[
 Gpus = Annotated[
     int | None, Option(help="Processes that share every clip, one a GPU.", show_default="1, or torchrun's", metavar="N")
 ]
+GpuCounts = Annotated[
+    str | None,
+    Option("--gpus", help="As for generate; several numbers, as 1,2,4, are compared.", metavar="N", show_default="1"),
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing files.")]
 Resume = Annotated[bool, Option("--resume", help="Skip clips that are already finished.")]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]

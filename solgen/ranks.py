@@ -53,22 +53,53 @@ def run(
     return jobs, _launch(command, jobs, options, gpus, debug)
 
 
+def run_counts(
+    command: Command, plan: Callable[[], Sequence[Job]], *, counts: Sequence[int], debug: bool, **options: Any
+) -> list[Any]:
+    """Run the command on several numbers of ranks in turn, each in processes of its own: their memory is free again.
+
+    Args:
+        command: As for `run`.
+        plan: As for `run`.
+        counts: Ranks to start; all are checked before the first run.
+        debug: As for `run`.
+        options: As for `run`.
+
+    Returns:
+        What the command returned on every rank 0.
+    """
+    if (size := World.from_environment().size) > 1:
+        raise InputError(
+            f"--gpus lists {len(counts)} numbers, but torchrun started {size} processes; give one, or none"
+        )
+    jobs = plan()
+    for count in counts:
+        _refuse(jobs, count)
+    return [_launch(command, jobs, options, count, debug) for count in counts]
+
+
 def _launch(command: Command, jobs: Sequence[Job], options: dict[str, Any], gpus: int, debug: bool) -> Any:
     import rich.console
 
-    from solgen.engine.check import check
-    from solgen.parallel.agree import require_gpus
     from solgen.parallel.launch import launch
 
-    if gpus < 1:
-        raise InputError(f"--gpus {gpus}; expected 1 or more")
-    require_gpus(gpus)
-    check(jobs, gpus)
+    _refuse(jobs, gpus)
     try:
         return launch(_rank, command, jobs, options, debug, num_ranks=gpus, debug=debug)
     finally:
         # A rank that was ended has not given the cursor back that its bars hid.
         rich.console.Console(stderr=True).show_cursor()
+
+
+def _refuse(jobs: Sequence[Job], gpus: int) -> None:
+    """Refuse what cannot work before any rank starts."""
+    from solgen.engine.check import check
+    from solgen.parallel.agree import require_gpus
+
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}; expected 1 or more")
+    require_gpus(gpus)
+    check(jobs, gpus)
 
 
 def _rank(command: Command, jobs: Sequence[Job], options: dict[str, Any], debug: bool) -> Any:

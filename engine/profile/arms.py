@@ -34,6 +34,7 @@ class Arm:
         call_ms: Milliseconds of one warm call without instruments.
         peak_bytes: Most device memory of that call.
         calls: Spans of every instrumented call.
+        output: Predictions for video and audio rows of the timed call, in host memory.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Arm:
     call_ms: float = 0.0
     peak_bytes: int | None = None
     calls: list[dict[str, Total]] = field(default_factory=list)
+    output: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def stock(self) -> bool:
@@ -110,8 +112,9 @@ class Bench:
             arm.call_ms = clock.totals()["call"].ms
             if self.device.type == "cuda":
                 arm.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        outputs = self.state.noise_pred, self.state.audio_noise_pred
-        if not all(bool(torch.isfinite(output).all()) for output in outputs):
+        outputs = {"video": self.state.noise_pred, "audio": self.state.audio_noise_pred}
+        arm.output = {name: output.cpu().contiguous() for name, output in outputs.items()}
+        if not all(bool(torch.isfinite(output).all()) for output in arm.output.values()):
             raise SolgenError(f"{arm.name}: the call's output is not finite; there is no use in timing it")
 
     def instrument(self, arm: Arm) -> None:

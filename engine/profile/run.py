@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from safetensors.torch import save_file
 
 from solgen.engine.batch import Job
 from solgen.engine.bench.record import record
@@ -20,6 +21,7 @@ from solgen.engine.profile.arms import Arm, Bench
 from solgen.engine.profile.plan import STOCK
 from solgen.engine.profile.recorder import Recorder
 from solgen.engine.profile.report import arm_report, compare
+from solgen.engine.profile.scaling import output_file
 from solgen.engine.repository import Repository
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError
@@ -35,6 +37,7 @@ def profile(
     names: Sequence[str] | None = None,
     runs: int = 3,
     trace: Path | None = None,
+    outputs: Path | None = None,
     world: World | None = None,
 ) -> dict[str, Any]:
     """Measure one denoiser call of a request, for every arm on the same inputs in one process; writes no clip.
@@ -46,6 +49,7 @@ def profile(
         runs: Instrumented calls of every arm, beside the timed one; the parts of the median one are reported. With 0
             the timed call carries the instruments itself.
         trace: Where to write a Chrome trace of one call of every arm.
+        outputs: Folder for the output of every arm's timed call, see `solgen.engine.profile.scaling.output_file`.
         world: The processes that share the clip, joined; None for this one alone.
 
     Returns:
@@ -97,12 +101,17 @@ def profile(
     measure(bench, arms, runs, stages)
     if trace is not None:
         write_trace(bench, arms, trace if mesh.leads else None)
+    if outputs is not None and mesh.leads:
+        for arm in arms:
+            save_file(arm.output, output_file(outputs, arm.name, world.size))
     facts = {
         "preset": request.preset_name,
         "task": request.task,
         "weights": repository.source,
         "linear": request.preset.linear,
         "world size": world.size,
+        "wire": request.preset.parallel.wire,
+        "overlap": "on" if request.preset.parallel.overlap else "off",
         "rows": arms[0].run.video_rows.numel(),
         **{f"{name} rows": clip.state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")},
         "denoiser call": f"{bench.index + 1} of {steps}, on noise",
@@ -110,8 +119,8 @@ def profile(
     }
     reports = [arm_report(arm, transformer, device, world) for arm in arms]
     compare(reports)
-    if mesh.leads and weights is None:
-        _decode(pipeline, clip)
+    if weights is None:
+        _decode(pipeline, clip, mesh)
     return record(device) | {"facts": facts, "arms": reports, "stages": dict(stages.seconds)}
 
 
@@ -160,11 +169,12 @@ def _prepare(
     return pipeline, None
 
 
-def _decode(pipeline: H3Pipeline, clip: Clip) -> None:
+def _decode(pipeline: H3Pipeline, clip: Clip, mesh: Mesh) -> None:
     """Decode the noise: decoding takes as long whatever it decodes."""
     with torch.no_grad():
         pipeline.blocks.sub_blocks["denoise.after_denoise"](pipeline, clip.state)
-    with clip.stages.stage("decode audio"):
-        decode_audio(pipeline, clip.state.get("audio_latents"))
+    if mesh.leads:
+        with clip.stages.stage("decode audio"):
+            decode_audio(pipeline, clip.state.get("audio_latents"))
     with clip.stages.stage("decode video"):
-        decode_video(pipeline, clip.state.get("latents"))
+        decode_video(pipeline, clip.state.get("latents"), mesh)

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from solgen.engine.attention import AttentionRun, BlockAttention, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
+from solgen.engine.decode import decode_video
 from solgen.engine.fusion import fused
 from solgen.engine.generate import Clip, encode, generate, load, sample
+from solgen.engine.loader import load_decoders
 from solgen.engine.packing import TokenOrder, cube_token_order
+from solgen.engine.repository import open_repository
 from solgen.engine.sharding import sharded
 from solgen.engine.stages import Silent, Stages
 from solgen.errors import SolgenError
@@ -26,8 +30,9 @@ from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Ulysses
 from solgen.parallel.world import World
 from solgen.presets.demo import demo_model_path
-from solgen.presets.schema import Attention
+from solgen.presets.schema import Attention, Model, Parallel
 
+CPU = torch.device("cpu")
 GRID = (5, 8, 8)
 CASES = [
     ("dense", 19),
@@ -41,6 +46,16 @@ CASES = [
     ("sol-attn2", 20, True),
 ]
 """Attention, rows of prompt (one token apart makes 500 and 501 rows, the last block ragged by 52 and by 53), fusion."""
+
+
+WIRES = [
+    ("bf16", "sol-attn2", 19, True),
+    ("fp8", "sol-attn2", 19, False),
+    ("fp8", "sol-attn2", 20, False),
+    ("fp8", "sol-attn2", 20, True),
+    ("fp8", "fp8", 20, False),
+]
+"""Wire, attention, rows of prompt, overlap."""
 
 
 class Recorded(BlockAttention):
@@ -68,6 +83,7 @@ def measure(job: Job) -> dict[str, Any]:
         model.eval()
         return {
             "outputs": {case: forward(model, mesh, *case) for case in CASES},
+            "wires": {case: over_wire(model, mesh, *case) for case in WIRES},
             "routes": gather(world, record_routes(model, mesh)),
             "request": gather(world, run_request(world, mesh, job)),
         }
@@ -89,6 +105,16 @@ def check_exchanges(mesh: Mesh) -> None:
                 assert tensor.stride(-1) == 1
             assert torch.equal(ulysses.to_rows(there[1]), mine[1])
             assert torch.equal(ulysses.gather(mine[2].flatten(2)), whole[2].flatten(2))
+
+
+def decode(shape: tuple[int, int, int]) -> list[list[Any]]:
+    """Frames that every rank is left with, of random latents [frames, height, width]."""
+    world = World.from_environment()
+    with joined(world), torch.no_grad():
+        mesh = Mesh.over(world, dp_size=1, device_type="cpu")
+        pipeline = load_decoders(open_repository(Model(source="demo"), "t2va"), device=CPU, dtype=torch.float32)
+        latents = torch.randn(1, 24, *shape, generator=torch.Generator().manual_seed(5))
+        return gather(world, decode_video(pipeline, latents, mesh))
 
 
 def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
@@ -115,11 +141,18 @@ def packed(text: int) -> tuple[dict[str, Any], TokenOrder]:
 
 
 def start(
-    model: MiniMaxH3Transformer3DModel, mesh: Mesh, order: TokenOrder, *, fuse: bool = False, **attention: Any
+    model: MiniMaxH3Transformer3DModel,
+    mesh: Mesh,
+    order: TokenOrder,
+    *,
+    fuse: bool = False,
+    parallel: Parallel | None = None,
+    **attention: Any,
 ) -> AttentionRun:
     """Install attention for one call."""
     ulysses = Ulysses.over(mesh, order.order.numel(), block=64)
-    run = AttentionRun.start(Attention(dense_blocks="0,5", **attention), order.video_rows, ulysses, fused=fuse)
+    settings = Attention(dense_blocks="0,5", **attention)
+    run = AttentionRun.start(settings, order.video_rows, ulysses, fused=fuse, parallel=parallel)
     run.begin_step(0)
     install_attention(model, run)
     return run
@@ -135,6 +168,30 @@ def forward(
     with fused(model, fuse), sharded(model, run.ulysses):
         video, audio = model(**inputs)
     return video, audio, run.density_table()[0]
+
+
+@torch.no_grad()
+def over_wire(
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, wire: str, backend: str, text: int, overlap: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float], int]:
+    """Video and audio rows of one call, its densities, and the bytes that this rank sent as packets."""
+    inputs, order = packed(text)
+    run = start(model, mesh, order, parallel=Parallel(wire=wire, overlap=overlap), backend=backend)
+    sent = 0
+    exchange = dist.all_to_all_single
+
+    def count(output: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += source.nbytes if source.dtype == torch.uint8 else 0
+        return exchange(output, source, *args, **options)
+
+    dist.all_to_all_single = count
+    try:
+        with sharded(model, run.ulysses):
+            video, audio = model(**inputs)
+    finally:
+        dist.all_to_all_single = exchange
+    return video, audio, run.density_table()[0], sent
 
 
 @torch.no_grad()
@@ -196,4 +253,5 @@ def fail(kind: str, job: Job, pids: Path) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     with joined(world):
-        return generate([job], FailingAt(kind) if guilty else Silent(), on_step=on_step, world=world)
+        stage = "decode video" if kind == "decoding helper" else kind
+        return generate([job], FailingAt(stage) if guilty else Silent(), on_step=on_step, world=world)

@@ -27,6 +27,7 @@ FAULTS = {
     "step 2": r"^rank 1: the second step went wrong$",
     "non-finite": r"^rank [01]: non-finite values at step 1 of 3 \(block 2\); no video was written",
     "decode video": r"^rank 0: decode video went wrong\nthe latents are kept: solgen decode .*clip.latents.safetensors",
+    "decoding helper": r"^rank 1: decode video went wrong$",
     "SIGKILL": r"^rank 1 was ended by SIGKILL; is there enough memory\?$",
 }
 """Message of every fault."""
@@ -64,8 +65,10 @@ def test_a_failing_rank_ends_the_job(
     assert not error.value.__context__ or error.value.__suppress_context__
     # The caller prints the message; ranks and agent print nothing of their own.
     assert "rror" not in "".join(capfd.readouterr())
-    kept = ["clip.latents.safetensors"] if kind == "decode video" else []
-    assert [path.name for path in output.parent.iterdir()] == kept
+    kept = [path.name for path in output.parent.iterdir()]
+    if kind != "decoding helper":  # then rank 0 may be ended before it has kept them
+        assert kept == (["clip.latents.safetensors"] if kind == "decode video" else [])
+    assert set(kept) <= {"clip.latents.safetensors"}
     assert multiprocessing.active_children() == []
     assert len(list(pids.iterdir())) == 2
     assert not any(Path("/proc", path.read_text()).exists() for path in pids.iterdir())

@@ -1,5 +1,6 @@
 """One command, any number of ranks: started here or by torchrun, with the same clips."""
 
+import importlib.util
 import json
 import os
 import socket
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from solgen.__main__ import main
+from solgen.engine.bench.show import show
 from solgen.engine.generate import generate
+from solgen.engine.profile.scaling import scaling_table
 from solgen.engine.stages import Silent
 from tests.engine.conftest import small_job  # noqa: F401
 
@@ -90,6 +93,48 @@ def test_a_profile_tells_what_communication_costs(capfd: pytest.CaptureFixture[s
         assert arm["imbalance"] >= 0
 
 
+def test_a_profile_compares_numbers_of_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--attention", "dense,sol-attn2", "--dummy-weights", "--density", "0.5", "--runs", "1", "--json"]
+    plot = ["--plot", str(tmp_path / "scaling.png")] if importlib.util.find_spec("matplotlib") else []
+    assert solgen("profile", *SMALL, *arguments, "--gpus", "1,2", *plot) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert [report["facts"]["world size"] for report in told["reports"]] == [1, 2]
+    rows = told["scaling"]
+    assert [(row["arm"], row["gpus"]) for row in rows] == [
+        ("dense", 1), ("dense", 2), ("sol-attn2", 1), ("sol-attn2", 2)
+    ]  # fmt: skip
+    for one, two in (rows[:2], rows[2:]):
+        assert (one["speedup"], one["efficiency"], one["communication_ms"], one["imbalance"]) == (1, 1, 0, 0)
+        assert two["speedup"] == pytest.approx(one["call_ms"] / two["call_ms"])
+        assert two["efficiency"] == pytest.approx(two["speedup"] / 2)
+        assert 0 < two["communication_share"] < 1
+        for name in ("video_error", "audio_error"):
+            assert one[name] == 0
+            assert two[name] < 1e-3
+    assert not plot or (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    show(iter([scaling_table(rows)]))
+    assert "over 1 GPU" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("1,x", "expected a number"), ("0", "expected a number"), ("2,2", "different ones"), ("1,", "expected a number")],
+)
+def test_numbers_of_ranks_that_are_none(given: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert solgen("profile", *SMALL, "--gpus", given) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_what_does_not_go_with_several_numbers_is_refused_first(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--gpus", "1,2", "--attention", "stock"], "the stock call runs on one GPU"),
+        (["--gpus", "1,2", "--trace", "t.json"], "--trace writes one file"),
+        (["--gpus", "1,3", "--dummy-weights"], "8 heads cannot be split over 3 GPUs"),
+    ):
+        assert solgen("profile", *SMALL, *arguments) == 2
+        assert message in capfd.readouterr().err
+
+
 def test_two_nodes_of_torchrun_join(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -110,6 +155,10 @@ REFUSED = {
     "three": (["--gpus", "3"], "8 heads cannot be split over 3 GPUs; use 1, 2, 4 or 8"),
     "none": (["--gpus", "0"], "--gpus 0; expected 1 or more"),
     "uneven groups": (["--gpus", "3", "--set", "parallel.dp=2"], "parallel.dp=2 does not divide 3 GPUs"),
+    "a wire for other attention": (
+        ["--gpus", "2", "--set", "parallel.wire=fp8", "--attention", "dense"],
+        "--attention dense attends in 16 bit; use sol-attn2 or fp8, or parallel.wire=bf16",
+    ),
     "no groups": (["--set", "parallel.dp=0"], "parallel.dp"),
 }
 

@@ -9,6 +9,7 @@ from solgen.engine.batch import Job
 from solgen.engine.request import Options, resolve
 from solgen.kernels.sol_attn2 import SolAttn2Config
 from solgen.parallel.launch import launch
+from solgen.parallel.ulysses import split_rows
 from tests.parallel import on_ranks
 
 
@@ -40,6 +41,42 @@ def test_the_transformer_is_that_of_one_rank(
         assert rows.shape == other.shape
         assert (rows - other).norm() <= bound * other.norm()
     assert found[2] == pytest.approx(expected[2], abs=1e-3)
+
+
+@pytest.mark.parametrize("case", on_ranks.WIRES, ids=str)
+def test_over_any_wire_the_transformer_is_that_of_one_rank(
+    measured: dict[str, Any], alone: dict[str, Any], case: tuple[Any, ...]
+) -> None:
+    found, expected = measured["wires"][case], alone["wires"][case]
+    bound = 3e-2 if case[0] == "fp8" else 1e-3
+    for rows, other in zip(found[:2], expected[:2], strict=True):  # video, then sound
+        assert (rows - other).norm() <= bound * other.norm()
+    # Operands are those of one rank, but for what rounding of the blocks before moves over the threshold.
+    assert found[2] == pytest.approx(expected[2], abs=1e-2)
+
+
+@pytest.mark.parametrize("case", on_ranks.WIRES, ids=str)
+def test_packets_are_six_tenths_of_bf16(measured: dict[str, Any], case: tuple[Any, ...]) -> None:
+    wire, _, text, _ = case
+    ranks, heads, rows = len(measured["routes"]), 8, text + 161 + 320
+    mine = split_rows(rows, ranks, block=64)[0]
+    assert mine % 64 == 0
+    there = mine * heads * 3 * (128 + 2 * 128 / 8) + mine / 64 * heads * 2 * 4  # codes, means of 8 in fp16; scales
+    back = rows * heads / ranks * (128 + 4)
+    sparse_blocks = 4
+    assert measured["wires"][case][3] == (sparse_blocks * (there + back) if wire == "fp8" else 0)
+    in_bf16 = 2 * 128 * heads * (3 * mine + rows / ranks)
+    assert 0.59 < (there + back) / in_bf16 < 0.61
+
+
+def test_overlap_changes_no_bit(measured: dict[str, Any]) -> None:
+    wires, plain = measured["wires"], measured["outputs"]["sol-attn2", 19]
+    for early, late in (
+        (wires["bf16", "sol-attn2", 19, True], plain),
+        (wires["fp8", "sol-attn2", 20, True], wires["fp8", "sol-attn2", 20, False]),
+    ):
+        assert all(torch.equal(rows, other) for rows, other in zip(early[:2], late[:2], strict=True))
+        assert early[2] == late[2]
 
 
 def test_routes_differ_only_at_the_threshold(measured: dict[str, Any], alone: dict[str, Any]) -> None:

@@ -72,6 +72,27 @@ def attend_head(
             if config.precision == "fp8"
             else ExactHead(q_rows, k_rows, v_rows, blocks, scale)
         )
+    recompute = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    units = q_units, k_units, v_units
+    return attend_quantised(head, units, blocks, scale, config, stage, whole_rows=(k_rows, v_rows), recompute=recompute)
+
+
+def attend_quantised(
+    head: Fp8Head | ExactHead,
+    units: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    blocks: Blocks,
+    scale: float,
+    config: SolAttn2Config,
+    stage: Stage = nullcontext,
+    *,
+    whole_rows: tuple[torch.Tensor, torch.Tensor] | None = None,
+    recompute: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `attend_head`, from the quantised head and the unit means [NB, 8, D] of query, key and value.
+
+    `whole_rows` are keys and values [NB, 64, D] for the whole tail; `recompute` repeats chunks in the backward.
+    """
+    q_units, k_units, v_units = units
     with stage("route"):
         kept = select_blocks(q_units, k_units, blocks, scale, config)
         chunks = list(selections(kept))
@@ -84,7 +105,8 @@ def attend_head(
 
     def surrogates(rows: torch.Tensor) -> Surrogates:
         if config.tail == "whole":
-            return compress_whole(anchors[rows], kept[rows], k_rows, v_rows, blocks, scale)
+            assert whole_rows is not None
+            return compress_whole(anchors[rows], kept[rows], *whole_rows, blocks, scale)
         return compress(anchors[rows], kept[rows], slots, scale, config.precision)
 
     def attend(selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,7 +116,6 @@ def attend_head(
         with stage("attention"):
             return head.attend(selection, tail)
 
-    recompute = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     parts = [checkpoint(attend, chunk, use_reentrant=False) if recompute else attend(chunk) for chunk in chunks]
     order = torch.cat([chunk.rows for chunk in chunks]).argsort()
     output, lse = (torch.cat(part)[order].flatten(0, 1)[: blocks.num_rows] for part in zip(*parts, strict=True))

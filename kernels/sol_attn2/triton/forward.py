@@ -4,7 +4,7 @@ No stage waits for the device and every grid depends on shapes alone, so a call 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Literal
@@ -15,7 +15,7 @@ from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, SLOTS, SolAttn2Conf
 from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
 from solgen.kernels.sol_attn2.triton.histogram import add_share_histogram
-from solgen.kernels.sol_attn2.triton.operands import Tail
+from solgen.kernels.sol_attn2.triton.operands import Operands, Tail
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows, prepare
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
 from solgen.kernels.sol_attn2.triton.tail import compress
@@ -60,24 +60,64 @@ def sol_attn2_forward(
     a router score that is not finite come out as NaN: their route would be arbitrary, and no check waits for the
     device here.
     """
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    batch, heads, num_rows, head_dim = query.shape
+    output = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
+
+    def operands(b: int, group: slice) -> Operands:
+        return prepare(*(x[b : b + 1, group] for x in (query, key, value)), config=config)
+
+    report = attend_groups(
+        operands,
+        output,
+        config=config,
+        video_rows=video_rows,
+        scale=scale,
+        impl=impl,
+        details=details,
+        stage=stage,
+    )
+    return output if report is None else (output, report)
+
+
+def attend_groups(
+    operands_of: Callable[[int, slice], Operands],
+    output: torch.Tensor,
+    *,
+    config: SolAttn2Config,
+    video_rows: torch.Tensor | None,
+    scale: float | None,
+    impl: Literal["triton", "gluon"],
+    details: bool,
+    stage: Stage = nullcontext,
+) -> SolAttn2Details | None:
+    """Route, tail and attention of quantised inputs.
+
+    Args:
+        operands_of: The operands of a batch entry's heads; called once for every group.
+        output: [B, H, N, D], written.
+        config: Router and tail.
+        video_rows: As in `sol_attn2`.
+        scale: As in `sol_attn2`.
+        impl: Of the attention kernel.
+        details: Whether to return a report.
+        stage: As in `sol_attn2`.
+    """
     assert config.tail != "whole", "only the reference has the whole tail"
     if impl == "gluon":
         from solgen.kernels.sol_attn2.gluon.attention import attend
     else:
         from solgen.kernels.sol_attn2.triton.attention import attend
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    batch, heads, num_rows, head_dim = query.shape
+    batch, heads, num_rows, head_dim = output.shape
     softmax_scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    mixed = mixed_blocks(video_rows, num_rows, query.device)
-    output = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
-    lse = torch.empty(batch, heads, num_rows, dtype=torch.float32, device=query.device) if details else None
+    mixed = mixed_blocks(video_rows, num_rows, output.device)
+    lse = torch.empty(batch, heads, num_rows, dtype=torch.float32, device=output.device) if details else None
     kept: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
     for b, group in head_groups(batch, heads, mixed.numel()):
-        q, k, v = (x[b : b + 1, group] for x in (query, key, value))
         out = output[b, group]
         with stage("prepare"):
-            operands = prepare(q, k, v, config=config)
+            operands = operands_of(b, group)
         with stage("route"):
             masses = block_masses(
                 operands.q_units,
@@ -108,12 +148,12 @@ def sol_attn2_forward(
             kept.append(torch.stack([routing.kept_video.sum(), routing.route.counts.sum()]))
             masks.append(routing.route.mask)
     if lse is None:
-        return output
+        return None
     kept_video, kept_all = torch.stack(kept).sum(0).double()
     pairs = batch * heads * mixed.numel() ** 2
     eligible = (~mixed).sum().double() ** 2 * (batch * heads)
     packed = torch.cat(masks).unflatten(0, (batch, heads))
-    return output, SolAttn2Details(lse, packed, (kept_video / eligible).float(), (kept_all / pairs).float())
+    return SolAttn2Details(lse, packed, (kept_video / eligible).float(), (kept_all / pairs).float())
 
 
 def add_shares(

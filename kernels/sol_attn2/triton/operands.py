@@ -8,6 +8,7 @@ registers: stored column c of a 64-wide tile holds token `VALUE_ORDER[c]` of the
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,6 +32,11 @@ class Operands:
     k_mean: torch.Tensor  # [G, D] fp32, zero without key smoothing
     v_mean: torch.Tensor  # [G, D] fp32, zero without value smoothing
     num_rows: int
+
+    def heads(self, group: slice) -> "Operands":
+        """Those of some heads; views."""
+        values: dict[str, Any] = {name: x[group] if torch.is_tensor(x) else x for name, x in vars(self).items()}
+        return Operands(**values)
 
 
 @dataclass(frozen=True)

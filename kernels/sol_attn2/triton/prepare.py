@@ -133,7 +133,8 @@ def _quantize_values_kernel(
         tl.store(p_unit, b_units.to(tl.float16))
 
 
-def _quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [G, NB * 64, D] of a [B, H, N, D] view less its mean [G, D], scales [G, NB], unit means [G, NB * 8, D]."""
     batch, heads, rows, _ = x.shape
     groups, blocks = batch * heads, triton.cdiv(rows, BLOCK)
     codes = torch.empty(groups, blocks * BLOCK, HEAD_DIM, dtype=torch.uint8, device=x.device)
@@ -157,9 +158,10 @@ def _quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Te
     return codes.view(torch.float8_e4m3fn), scale, units
 
 
-def _quantize_values(
+def quantize_values(
     x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [G, NB, D, 64] of values less `mean` [G, D] under `scale` [G], and unit means [G, NB * 8, D]."""
     batch, heads, rows, _ = x.shape
     groups, blocks = batch * heads, triton.cdiv(rows, BLOCK)
     codes = torch.empty(groups, blocks, HEAD_DIM, BLOCK, dtype=torch.uint8, device=x.device)
@@ -184,7 +186,7 @@ def _quantize_values(
 
 def pool_rows(x: torch.Tensor) -> torch.Tensor:
     """Unit means of every head of a [B, H, N, D] view, [B * H, NB * 8, D] fp16."""
-    return _quantize_rows(x, None)[2]
+    return quantize_rows(x, None)[2]
 
 
 def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, config: SolAttn2Config) -> Operands:
@@ -199,9 +201,9 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, conf
     """
     k_mean = key_mean(key, smooth=config.smooth_key)
     v_mean, v_scale = value_mean_and_scale(value, smooth=config.smooth_value)
-    q_codes, q_scale, q_units = _quantize_rows(query, None)
-    k_codes, k_scale, k_units = _quantize_rows(key, k_mean if config.smooth_key else None)
-    v_codes, v_units = _quantize_values(value, v_mean, v_scale, config.smooth_value)
+    q_codes, q_scale, q_units = quantize_rows(query, None)
+    k_codes, k_scale, k_units = quantize_rows(key, k_mean if config.smooth_key else None)
+    v_codes, v_units = quantize_values(value, v_mean, v_scale, config.smooth_value)
     return Operands(
         q_codes=q_codes,
         q_scale=q_scale,

@@ -107,6 +107,17 @@ def _statistics(x: torch.Tensor, smooth: bool, extremes: bool) -> tuple[torch.Te
     return mean, scale
 
 
+def channel_statistics(x: torch.Tensor) -> torch.Tensor:
+    """Sum, maximum and minimum of every head and channel of a [B, H, N, D] view, [B * H, 3, D] fp32; N > 0."""
+    batch, heads, rows, _ = x.shape
+    groups, chunks = batch * heads, triton.cdiv(rows, CHUNK)
+    partial = torch.empty(groups, chunks, 3, HEAD_DIM, dtype=torch.float32, device=x.device)
+    _chunk_kernel[(groups, chunks)](
+        x, partial, rows, heads, chunks, *x.stride()[:3], EXTREMES=True, CHUNK=CHUNK, ROWS=16, D=HEAD_DIM
+    )
+    return torch.stack([partial[:, :, 0].sum(1), partial[:, :, 1].amax(1), partial[:, :, 2].amin(1)], dim=1)
+
+
 def key_mean(key: torch.Tensor, *, smooth: bool) -> torch.Tensor:
     """Mean key of every head, [B * H, D] fp32; zeros without smoothing."""
     if not smooth:

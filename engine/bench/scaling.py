@@ -1,0 +1,151 @@
+"""Cost model of a denoiser call on several GPUs, from its profile on one and the speed of the link.
+
+    call(P) = divided / P x (largest share of rows / mean) + whole + copies + exchanges - hidden
+    bytes a rank sends a block = n H b (P - 1) / P          b = 1024 a row and head in bf16, 612.1 in fp8
+    copies  = bytes that packing and unpacking read and write, at the speed of the memory
+
+divided: attention, projections, FFN, norms. whole: what every rank does alone, embeddings, refiner, heads and what is
+unattributed. hidden: with overlap, the values' exchange as far as projecting, norming and rotating queries and keys
+takes as long.
+
+Legend: P GPUs, n = N / P rows of a rank, H heads.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from solgen.engine.json_file import read_object
+from solgen.engine.profile.breakdown import ATTENTION, ELEMENTWISE, FFN, PROJECTIONS
+from solgen.errors import InputError
+from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM
+from solgen.kernels.sol_attn2.wire import OUTPUT_BYTES, PACKET_BYTES
+from solgen.parallel.ulysses import split_rows
+
+DIVIDED = (ATTENTION, PROJECTIONS, FFN, ELEMENTWISE)
+"""Parts of a call that ranks share."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the model assumes of the GPUs and the transformer.
+
+    Attributes:
+        link: GB/s that every GPU sends and receives at once; 323 were measured with NCCL's all-to-all on two H200s.
+        memory: GB/s of a copy on the device, read and written; measured.
+        heads: Of MiniMax-H3.
+    """
+
+    link: float = 323.0
+    memory: float = 4200.0
+    heads: int = 56
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Bytes of a row and head: of values, of queries and keys, of the output; read and written to pack and unpack."""
+
+    values: float
+    rows: float
+    output: float
+    copies: float
+
+
+_BF16 = 2 * HEAD_DIM
+_VALUES, _ROWS = PACKET_BYTES["values"] / BLOCK, PACKET_BYTES["rows"] / BLOCK
+WIRES = {
+    # Queries, keys and values are packed; the output's heads are put in order.
+    "bf16": Wire(_BF16, 2 * _BF16, _BF16, 2 * 4 * _BF16),
+    # Operands are joined, and put together again; the output is packed from bf16 and unpacked to it.
+    "fp8": Wire(_VALUES, _ROWS, OUTPUT_BYTES, 4 * (_VALUES + _ROWS) + 2 * (OUTPUT_BYTES + _BF16)),
+}
+
+
+def predict(
+    report: dict[str, Any], arm: dict[str, Any], gpus: int, *, wire: str, overlap: bool, machine: Machine
+) -> dict[str, Any]:
+    """One denoiser call on `gpus` GPUs.
+
+    Args:
+        report: A profile on one GPU, as `solgen profile --json` prints it.
+        arm: One of its arms.
+        gpus: P.
+        wire: "bf16" or "fp8"; dense blocks exchange bf16 with either.
+        overlap: Whether values travel behind queries and keys.
+        machine: Its speeds.
+    """
+    num_rows = report["facts"]["rows"]
+    scale = arm["call_ms"] / arm["instrumented_ms"]  # the instruments' own share
+    parts = {row["name"]: row["ms"] * scale for row in arm["modules"]}
+    wholes = {row["name"] for row in arm["modules"] if row["part_of"] is None}
+    blocks = next(row["calls"] for row in arm["modules"] if row["name"] == ATTENTION)
+    shares = split_rows(num_rows, gpus, block=BLOCK)
+    divided = sum(parts[name] for name in DIVIDED) * max(shares) / num_rows
+    whole = sum(parts[name] for name in wholes.difference(DIVIDED))
+    exchanges = copies = hidden = 0.0
+    if gpus > 1:
+        pairs = max(shares) * machine.heads  # rows and heads of a rank
+        early = (2 / 3 * parts["QKV"] + parts["qk norms, rotary"]) / gpus / blocks
+        sparse = arm["sparse_blocks"]
+        for kind, count in ((WIRES[wire], sparse), (WIRES["bf16"], blocks - sparse)):
+            values = pairs * kind.values * (gpus - 1) / gpus / machine.link * 1e-6  # ms
+            others = pairs * (kind.rows + kind.output) * (gpus - 1) / gpus / machine.link * 1e-6
+            exchanges += count * (values + others)
+            copies += count * pairs * kind.copies / machine.memory * 1e-6
+            hidden += count * min(values, early) * overlap
+    call = divided + whole + copies + exchanges - hidden
+    return {
+        "arm": arm["name"],
+        "gpus": gpus,
+        "wire": wire,
+        "overlap": overlap,
+        "call_ms": call,
+        "speedup": arm["call_ms"] / call,
+        "efficiency": arm["call_ms"] / call / gpus,
+        "exposed_ms": exchanges - hidden,
+        "exposed_share": (exchanges - hidden) / call,
+        "copies_ms": copies,
+        "whole_ms": whole,
+    }
+
+
+def bench_scaling(path: Path, gpus: Sequence[int], machine: Machine) -> dict[str, Any]:
+    """Predictions for every arm of a profile, beside what was measured if the file holds several numbers of GPUs.
+
+    Raises:
+        InputError: if the file is not a profile with one GPU in it.
+    """
+    found = read_object(path)
+    reports = found.get("reports", [found])
+    base = next((report for report in reports if report.get("facts", {}).get("world size") == 1), None)
+    if base is None:
+        raise InputError(f"{path} holds no profile on one GPU; make one with solgen profile --gpus 1 --json")
+    facts = base["facts"]
+    exchanged = facts.get("wire"), facts.get("overlap") == "on"
+    measured = {(row["arm"], row["gpus"], *exchanged): row["call_ms"] for row in found.get("scaling", ())}
+    rows = []
+    for arm in base["arms"]:
+        if arm["name"] == "stock":
+            continue
+        for wire in WIRES if arm["sparse_blocks"] else ("bf16",):
+            for overlap in (False, True):
+                for count in gpus:
+                    row = predict(base, arm, count, wire=wire, overlap=overlap, machine=machine)
+                    rows.append(row | {"measured_ms": measured.get((arm["name"], count, wire, overlap))})
+    return {"profile": str(path), "rows": facts["rows"], "machine": vars(machine), "predictions": rows}
+
+
+def prediction_tables(reports: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """One table a profile."""
+    for report in reports:
+        table = Table("", "wire", "overlap", "GPUs", "call, ms", "faster", "efficiency", "exposed", "measured, ms")
+        table.title = f"predicted, {report['rows']:,} rows"
+        for row in report["predictions"]:
+            numbers = f"{row['call_ms']:,.0f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
+            seen = "" if row["measured_ms"] is None else f"{row['measured_ms']:,.0f}"
+            kind = row["arm"], row["wire"], "on" if row["overlap"] else "", str(row["gpus"])
+            table.add_row(*kind, *numbers, f"{row['exposed_share']:.1%}", seen)
+        yield table

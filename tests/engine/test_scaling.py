@@ -1,0 +1,70 @@
+"""The cost model: what it takes from a profile, and what it says of the link."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from solgen.engine.bench.scaling import Machine, bench_scaling, predict, prediction_tables
+from solgen.engine.bench.show import show
+from solgen.errors import InputError
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.fixture(scope="module", params=["hyperflow-12s", "1080p15"])
+def report(request: pytest.FixtureRequest) -> dict:
+    return json.loads((RESULTS / f"profile-{request.param}.json").read_text())
+
+
+def row(report: dict, name: str, gpus: int, wire: str = "bf16", overlap: bool = False) -> dict:
+    arm = next(arm for arm in report["arms"] if arm["name"] == name)
+    return predict(report, arm, gpus, wire=wire, overlap=overlap, machine=Machine())
+
+
+def test_one_gpu_is_its_profile(report: dict) -> None:
+    for arm in report["arms"]:
+        found = row(report, arm["name"], 1)
+        assert found["call_ms"] == pytest.approx(arm["call_ms"])
+        assert (found["exposed_ms"], found["copies_ms"]) == (0, 0)
+
+
+def test_the_exchanges_of_two_gpus_take_what_was_measured(report: dict) -> None:
+    """NCCL's all-to-all on two H200s, ms a block: queries, keys and values, then the output."""
+    measured = {83_061: 2.77 + 1.00, 219_524: 7.16 + 2.44}[report["facts"]["rows"]]
+    assert row(report, "dense", 2)["exposed_ms"] / 50 == pytest.approx(measured, rel=0.05)
+
+
+def test_more_gpus_and_a_narrower_wire_and_overlap_are_faster(report: dict) -> None:
+    calls = [row(report, "sol-attn2", gpus)["call_ms"] for gpus in (1, 2, 4, 8)]
+    assert calls == sorted(calls, reverse=True)
+    for gpus in (2, 4, 8):
+        plain, narrow, early = (
+            row(report, "sol-attn2", gpus, wire, overlap)
+            for wire, overlap in (("bf16", False), ("fp8", False), ("bf16", True))
+        )
+        assert plain["efficiency"] < 1
+        assert narrow["call_ms"] < plain["call_ms"]
+        # Dense blocks stay bf16; values are a quarter of what is exchanged.
+        sparse = 44 / 50
+        assert narrow["exposed_ms"] / plain["exposed_ms"] == pytest.approx(1 - sparse * (1 - 612.125 / 1024))
+        assert early["exposed_ms"] == pytest.approx(0.75 * plain["exposed_ms"])
+
+
+def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, report: dict, capsys) -> None:
+    facts = report["facts"] | {"wire": "fp8", "overlap": "on"}
+    rows = [{"arm": "sol-attn2", "gpus": gpus, "call_ms": 100.0 * gpus} for gpus in (1, 2)]
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({"reports": [report | {"facts": facts}], "scaling": rows}))
+    found = bench_scaling(path, [1, 2, 4], Machine())
+    seen = {
+        (row["arm"], row["wire"], row["overlap"], row["gpus"]): row["measured_ms"]
+        for row in found["predictions"]
+        if row["measured_ms"] is not None
+    }
+    assert seen == {("sol-attn2", "fp8", True, 1): 100.0, ("sol-attn2", "fp8", True, 2): 200.0}
+    show(prediction_tables([found]))
+    assert f"predicted, {facts['rows']:,} rows" in capsys.readouterr().out
+    path.write_text(json.dumps(report | {"facts": facts | {"world size": 2}}))
+    with pytest.raises(InputError, match="holds no profile on one GPU"):
+        bench_scaling(path, [1], Machine())

@@ -67,8 +67,8 @@ def attention(
                 impl=impl,
             )
             report = bench_attention(settings, console.note)
-    _write(report, json_path)
     show(error_tables(report) if errors else speed_tables(report))
+    _write(report, json_path)
     if plot is not None:
         speed_plot(report, plot)
 
@@ -92,8 +92,8 @@ def kernels(
     check_results({"--json": json_path})
     with Console() as console:
         report = bench_kernels(Settings(rows=tuple(rows or ROWS), runs=runs, seed=seed), console.note)
-    _write(report, json_path)
     show(kernel_tables(report))
+    _write(report, json_path)
 
 
 @app.command()
@@ -119,8 +119,8 @@ def linear(
             LinearSettings(_pairs(shape, "INxOUT", "5376x7168") or LAYERS, rows=rows, runs=runs, seed=seed),
             console.note,
         )
-    _write(report, json_path)
     show(linear_tables(report))
+    _write(report, json_path)
 
 
 @app.command()
@@ -139,8 +139,8 @@ def merge(
     check_results({"--json": json_path})
     with Console() as console:
         report = bench_merge(MergeSettings(preset, rank, seed), console.note)
-    _write(report, json_path)
     show(iter([merge_table(report)]))
+    _write(report, json_path)
 
 
 @app.command()
@@ -159,8 +159,8 @@ def scaling(
     check_results({"--json": json_path})
     counts = gpu_counts(gpus, names=None, trace=None)
     reports = [bench_scaling(path, counts, Machine(link=link)) for path in profiles]
-    _write(reports, json_path)
     show(prediction_tables(reports))
+    _write(reports, json_path)
 
 
 def _write(report: Any, path: Path | None) -> None:

@@ -143,18 +143,5 @@ def is_projection(name: str) -> bool:
     return name.endswith("adaln_proj.linear") or name == "norm_out.linear"
 
 
-def build_tables(transformer: MiniMaxH3Transformer3DModel, plan: Plan, projections: Projections) -> AdaLNTables:
-    """`AdaLNTables` prepared for a schedule.
-
-    Args:
-        transformer: Changed in place.
-        plan: Every call that will be made.
-        projections: Source of the projections.
-    """
-    tables = AdaLNTables(transformer, projections)
-    tables.prepare(plan)
-    return tables
-
-
 def _key(times: Tensor) -> Key:
     return tuple(times.shape), tuple(times.flatten().tolist())

@@ -83,7 +83,8 @@ class Latents:
                 metadata = json.loads((file.metadata() or {})["solgen"])
                 return cls(file.get_tensor("video"), file.get_tensor("audio")), metadata
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise InputError(f"{path} is not a latents file of solgen: {error}") from error
+            problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise InputError(f"{path} is not a latents file of solgen: {problem}") from error
 
 
 @torch.no_grad()

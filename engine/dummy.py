@@ -17,7 +17,7 @@ from diffusers import MiniMaxH3Scheduler, MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import nn
 
-from solgen.engine.adaln import AdaLNTables
+from solgen.engine.adaln import AdaLNTables, is_projection
 from solgen.engine.adapters.known import find_known
 from solgen.engine.adapters.source import preset_source
 from solgen.engine.adapters.two_time import add_endpoint, use_two_times
@@ -132,11 +132,6 @@ class RandomWeights:
             else:
                 value.fill_(0.0 if name == "bias" else 1.0)
             setattr(module, name, nn.Parameter(value, requires_grad=False))
-
-
-def is_projection(name: str) -> bool:
-    """Whether a module of the transformer is an AdaLN projection, by its name."""
-    return name.endswith("adaln_proj.linear") or name == "norm_out.linear"
 
 
 def open_dummy(request: Request) -> DummyRepository:

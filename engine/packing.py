@@ -66,19 +66,6 @@ def _slab_order(slab: np.ndarray) -> np.ndarray:
     return np.concatenate([walk.transpose(2, 1, 0).reshape(-1) for walk in walks])
 
 
-def raster_order(num_rows: int, video_indices: torch.Tensor) -> TokenOrder:
-    """The identity: diffusers' own order, for comparison.
-
-    Args:
-        num_rows: Rows of the packed sequence.
-        video_indices: Positions of the video rows, [num_video] int64.
-    """
-    order = torch.arange(num_rows, device=video_indices.device)
-    video_rows = torch.zeros(num_rows, dtype=torch.bool, device=order.device)
-    video_rows[video_indices] = True
-    return TokenOrder(order, order, video_rows)
-
-
 def cube_token_order(
     video_indices: torch.Tensor,
     audio_indices: torch.Tensor,

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from solgen.errors import InputError
@@ -54,3 +55,19 @@ def check_file(path: Path, kind: str) -> None:
         reason = (error.strerror or str(error)).lower()
     if reason:
         raise InputError(f"cannot read {kind} {str(path)!r}: {reason}; check the path")
+
+
+def check_new_file(option: str, path: Path) -> None:
+    """Refuse a result that could not be written once it is there; missing folders will be made.
+
+    Raises:
+        InputError: naming the option, the path and the reason.
+    """
+    try:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            reason = "it is a folder" if path.is_dir() else None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    if reason:
+        raise InputError(f"{option} {path} cannot be written: {reason}; choose another")

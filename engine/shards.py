@@ -6,6 +6,7 @@ A safetensors file is an 8-byte little-endian header length, a JSON header and t
 
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from solgen.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the format; a larger length means that the file is something else."""
+
+BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element, by the format's name of its type; files of other types are refused."""
 
 LFS_POINTER = b"version https://git-lfs"
 
@@ -81,7 +88,7 @@ def read_header(path: Path) -> dict[str, dict]:
         raise InputError(f"{path} is not a safetensors file; download it again") from error
     try:
         header.pop("__metadata__", None)
-        expected = 8 + length + max((_end(entry) for entry in header.values()), default=0)
+        expected = 8 + length + max((_end(path, name, entry) for name, entry in header.items()), default=0)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not a safetensors file; download it again") from error
     if size != expected:
@@ -89,11 +96,24 @@ def read_header(path: Path) -> dict[str, dict]:
     return header
 
 
-def _end(entry: dict) -> int:
-    """Where a tensor's bytes end; raises KeyError, TypeError or ValueError for an entry that is none."""
+def _end(path: Path, name: str, entry: dict) -> int:
+    """Where a tensor's bytes end.
+
+    Raises:
+        InputError: for a type that is not read, or as many bytes as its shape does not have.
+        KeyError, TypeError, ValueError: for an entry that is none.
+    """
     start, end = entry["data_offsets"]
-    if not isinstance(entry["dtype"], str) or not all(type(n) is int and n >= 0 for n in (*entry["shape"], start, end)):
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
         raise ValueError
+    if dtype not in BYTES:
+        raise InputError(f"{path}: tensor {name!r} is {dtype}; expected one of {', '.join(BYTES)}")
+    if end - start != BYTES[dtype] * math.prod(shape):
+        raise InputError(
+            f"{path}: tensor {name!r}, {dtype} {shape}, has {end - start:,} bytes, "
+            f"expected {BYTES[dtype] * math.prod(shape):,}; download it again"
+        )
     return end
 
 

@@ -3,19 +3,18 @@
 Precedence (highest first): command line, config file, preset file, the defaults below.
 """
 
-import math
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from solgen.errors import InputError
 from solgen.presets.complaint import complaint, did_you_mean, refuse_unknown
+from solgen.presets.values import Blocks, Epsilon, Floats, none_if_off, split_list
 
 FRAMES_PER_CHUNK = 17
 """Pixel frames of one video VAE chunk; legal frame counts are 17 n + 5."""
@@ -27,40 +26,6 @@ FPS = 24
 """Frames per second of every clip."""
 
 Task = Literal["t2va", "fl2va", "ref2va"]
-
-
-def _split(value: object) -> object:
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-
-
-def _off(value: object) -> object:
-    return None if value is False or value in ("off", "none") else value
-
-
-def _blocks(value: object) -> str:
-    """A list of blocks without its spaces; "off" lists none."""
-    listed = "" if _off(value) is None else value
-    if not isinstance(listed, str) or not _BLOCKS.fullmatch(listed):
-        raise ValueError("expected block numbers as 0-2,47-49")
-    parts = [part.partition("-") for part in re.sub(r"\s", "", listed).split(",")]
-    for first, dash, last in parts:
-        if dash and int(last) < int(first):
-            raise ValueError(f"{first}-{last} is an empty range; expected {last}-{first}")
-    return ",".join(map("".join, parts))
-
-
-def _finite(epsilon: float) -> float:
-    if not math.isfinite(epsilon):
-        raise ValueError("expected a finite number (attention.density=1 keeps every block)")
-    return epsilon
-
-
-_RANGE = r"[0-9]{1,4}(\s*-\s*[0-9]{1,4})?"
-_BLOCKS = re.compile(rf"\s*({_RANGE}(\s*,\s*{_RANGE})*)?\s*")
-
-Floats = Annotated[tuple[float, ...] | None, BeforeValidator(_split), BeforeValidator(_off)]
-Blocks = Annotated[str, BeforeValidator(_blocks)]
-Epsilon = Annotated[float, Field(allow_inf_nan=True), AfterValidator(_finite)]
 
 
 class Table(BaseModel):
@@ -122,7 +87,7 @@ class Lora(Table):
     """
 
     mode: Literal["merge", "branch"] = "merge"
-    alpha: Annotated[float | None, Field(gt=0), BeforeValidator(_off)] = None
+    alpha: Annotated[float | None, Field(gt=0), BeforeValidator(none_if_off)] = None
     allow_unmatched: bool = False
     ignore_contract: bool = False
 
@@ -195,8 +160,8 @@ class Attention(Table):
     impl: Literal["auto", "reference", "triton", "gluon"] = "auto"
     dense: Literal["auto", "fa3", "cudnn", "sdpa"] = "auto"
     epsilon: Epsilon = 0.47
-    density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
-    top_k: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_off)] = None
+    density: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(none_if_off)] = None
+    top_k: Annotated[float | None, Field(gt=0, le=1), BeforeValidator(none_if_off)] = None
     tail: Literal["slots", "anchors", "none"] = "slots"
     offset: int = Field(7, ge=0, le=7)
     smooth_key: bool = True
@@ -264,7 +229,7 @@ class Output(Table):
         crop: Rows kept of each frame, from the top (1088 -> 1080); "off" keeps all. Never resampled.
     """
 
-    crop: Annotated[int | None, Field(gt=0), BeforeValidator(_off)] = None
+    crop: Annotated[int | None, Field(gt=0), BeforeValidator(none_if_off)] = None
 
 
 class Preset(Table):
@@ -278,10 +243,10 @@ class Preset(Table):
     """
 
     description: str = ""
-    tasks: Annotated[tuple[Task, ...], BeforeValidator(_split)] = ("t2va", "fl2va", "ref2va")
+    tasks: Annotated[tuple[Task, ...], BeforeValidator(split_list)] = ("t2va", "fl2va", "ref2va")
     canvas: Canvas = Canvas()
     model: Model = Model()
-    adapter: Annotated[Adapter | None, BeforeValidator(_off)] = None
+    adapter: Annotated[Adapter | None, BeforeValidator(none_if_off)] = None
     lora: Lora = Lora()
     linear: Literal["off", "fp8"] = "off"
     sampler: Sampler = Sampler()
@@ -353,7 +318,7 @@ def check_table(origin: str, table: Mapping[str, Any], *, others: Sequence[str] 
     refuse_unknown(origin, _SHAPE, table, others)
     for name in filter(_SHAPE.get, table):
         value = table[name]
-        if not isinstance(value, Mapping) and _off(value) is not Preset.model_fields[name].default:
+        if not isinstance(value, Mapping) and none_if_off(value) is not Preset.model_fields[name].default:
             raise InputError(
                 f"{origin}: {name}: expected a table, got {value!r}; set its keys, as {name}.{next(iter(_SHAPE[name]))}"
             )

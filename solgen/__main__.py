@@ -99,6 +99,7 @@ def quiet_libraries() -> None:
     """Keep library chatter off the terminal, unless the user has asked for it in the environment."""
     for name in ("DIFFUSERS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):
         os.environ.setdefault(name, "critical")  # diffusers logs the tracebacks that it then raises
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler logs that it starts and stops
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
 

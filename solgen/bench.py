@@ -18,6 +18,7 @@ def bench() -> None:
 
 @app.command()
 def attention(
+    context: typer.Context,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="One comparison, as 56x83072; repeatable.", metavar="HEADSxROWS", show_default="six shapes"),
@@ -38,9 +39,12 @@ def attention(
 ) -> None:
     """Compare attention operators on the same inputs: speed, or with --errors accuracy."""
     from solgen.console import Console
-    from solgen.engine.bench.show import error_tables, show, speed_plot, speed_tables
+    from solgen.engine.bench.show import check_results, error_tables, show, speed_plot, speed_tables
 
+    check_results({"--json": json_path, "--plot": plot})
     shapes = _pairs(shape, "HEADSxROWS", "56x83072")
+    if errors:
+        _refuse_speed_options(context, shapes)
     with Console() as console:
         if errors:
             from solgen.engine.bench.errors import ErrorSettings, bench_errors
@@ -63,9 +67,9 @@ def attention(
                 impl=impl,
             )
             report = bench_attention(settings, console.note)
-    _write(report, json_path)
     show(error_tables(report) if errors else speed_tables(report))
-    if plot is not None and not errors:
+    _write(report, json_path)
+    if plot is not None:
         speed_plot(report, plot)
 
 
@@ -83,12 +87,13 @@ def kernels(
     """Compare the fused ops of a transformer block with the eager forms they replace."""
     from solgen.console import Console
     from solgen.engine.bench.kernels import ROWS, Settings, bench_kernels
-    from solgen.engine.bench.show import kernel_tables, show
+    from solgen.engine.bench.show import check_results, kernel_tables, show
 
+    check_results({"--json": json_path})
     with Console() as console:
         report = bench_kernels(Settings(rows=tuple(rows or ROWS), runs=runs, seed=seed), console.note)
-    _write(report, json_path)
     show(kernel_tables(report))
+    _write(report, json_path)
 
 
 @app.command()
@@ -106,15 +111,36 @@ def linear(
     """Compare the linear layers of a block in bf16 and FP8: speed and error."""
     from solgen.console import Console
     from solgen.engine.bench.linear import LAYERS, LinearSettings, bench_linear
-    from solgen.engine.bench.show import linear_tables, show
+    from solgen.engine.bench.show import check_results, linear_tables, show
 
+    check_results({"--json": json_path})
     with Console() as console:
         report = bench_linear(
             LinearSettings(_pairs(shape, "INxOUT", "5376x7168") or LAYERS, rows=rows, runs=runs, seed=seed),
             console.note,
         )
-    _write(report, json_path)
     show(linear_tables(report))
+    _write(report, json_path)
+
+
+@app.command()
+def merge(
+    preset: Annotated[str, typer.Option(help="Whose model is merged into.")] = "5s",
+    rank: Annotated[int, typer.Option(help="Of the adapter.", metavar="N")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the adapter.", min=0)] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Time the merge of a random adapter into random weights of a model's size."""
+    from solgen.console import Console
+    from solgen.engine.bench.merge import MergeSettings, bench_merge
+    from solgen.engine.bench.show import check_results, merge_table, show
+
+    check_results({"--json": json_path})
+    with Console() as console:
+        report = bench_merge(MergeSettings(preset, rank, seed), console.note)
+    show(iter([merge_table(report)]))
+    _write(report, json_path)
 
 
 @app.command()
@@ -127,19 +153,32 @@ def scaling(
 ) -> None:
     """Predict a denoiser call on several GPUs from its profile on one; measures nothing."""
     from solgen.engine.bench.scaling import Machine, bench_scaling, prediction_tables
-    from solgen.engine.bench.show import show
+    from solgen.engine.bench.show import check_results, show
     from solgen.engine.profile.scaling import gpu_counts
 
+    check_results({"--json": json_path})
     counts = gpu_counts(gpus, names=None, trace=None)
     reports = [bench_scaling(path, counts, Machine(link=link)) for path in profiles]
-    _write(reports, json_path)
     show(prediction_tables(reports))
+    _write(reports, json_path)
 
 
 def _write(report: Any, path: Path | None) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _refuse_speed_options(context: typer.Context, shapes: tuple[tuple[int, int], ...]) -> None:
+    """Refuse what would change nothing with `--errors`: it measures every operator and tail on the same heads."""
+    from solgen.errors import InputError
+
+    for name in ("attention", "tail", "data", "runs", "plot"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--errors measures the same with any --{name}; leave --{name} out")
+    if len({heads for heads, _ in shapes}) > 1:
+        raise InputError("--errors compares sequences of one number of heads; give every --shape the same")
 
 
 def _pairs(given: list[str] | None, form: str, example: str) -> tuple[tuple[int, int], ...]:

@@ -13,6 +13,7 @@ import typer
 from solgen import __version__, options
 from solgen.bench import app as bench_app
 from solgen.lora import app as lora_app
+from solgen.train import app as train_app
 
 app = typer.Typer(
     help="Generate video with sound from MiniMax-H3, fast.",
@@ -26,6 +27,7 @@ presets_app = typer.Typer(help="Show the presets.", no_args_is_help=True, rich_m
 app.add_typer(presets_app, name="presets")
 app.add_typer(bench_app, name="bench")
 app.add_typer(lora_app, name="lora")
+app.add_typer(train_app, name="train")
 
 
 def _version(value: bool) -> None:
@@ -107,13 +109,13 @@ def _generate(jobs: Any, listener: Any, **options: Any) -> Any:
 
 @app.command()
 def profile(
-    prompt: options.Prompt = "A red ball bounces across a wooden floor.",
+    prompt: options.AnyPrompt = None,
     preset: options.Preset = None,
     task: options.Task = None,
     image: options.Image = None,
     last_image: options.LastImage = None,
     reference: options.Reference = None,
-    seed: options.Seed = 0,
+    seed: options.FixedSeed = None,
     steps: options.Steps = None,
     width: options.Width = None,
     height: options.Height = None,
@@ -140,10 +142,12 @@ def profile(
 ) -> None:
     """Make one denoiser call of a request, attended one way or several, and show where its time goes."""
     given = dict(locals())
+    from solgen.engine.bench.show import check_results, show
     from solgen.engine.profile.plan import plan_arms
     from solgen.engine.profile.scaling import gpu_counts
 
-    names = attention.split(",") if attention else None
+    check_results({"--trace": trace, "--plot": plot})
+    names = None if attention is None else attention.split(",")
     counts = gpu_counts(gpus, names=names, trace=trace)
     plan = partial(plan_arms, options.request_options(given), names, dummy=dummy_weights, text_rows=text_rows)
     if len(counts) > 1:
@@ -162,7 +166,6 @@ def profile(
     jobs, report = run(_profile, plan, gpus=count, debug=debug, names=names, runs=runs, trace=trace)
     if not jobs:
         return
-    from solgen.engine.bench.show import show
     from solgen.engine.profile.show import headline, tables
     from solgen.engine.profile.show import plot as draw
 

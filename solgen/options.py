@@ -6,6 +6,10 @@ from typing import Annotated, Any
 from typer import Option
 
 Prompt = Annotated[str | None, Option("-p", "--prompt", help="What the clip shows and sounds like.")]
+AnyPrompt = Annotated[
+    str | None,
+    Option("-p", "--prompt", help="What the clip would show and sound like.", show_default="that of a red ball"),
+]
 PromptFile = Annotated[
     Path | None, Option(help="One prompt a line, or .jsonl with per-line overrides.", metavar="FILE")
 ]
@@ -21,6 +25,7 @@ Reference = Annotated[
     Option(help="image:PATH, video:PATH or audio:PATH (ref2va); repeatable, in order.", metavar="TYPE:PATH"),
 ]
 Seed = Annotated[int | None, Option(help="Noise seed; chosen and recorded when left out.", min=0)]
+FixedSeed = Annotated[int | None, Option("--seed", help="Noise seed.", min=0, show_default="0")]
 NumOutputs = Annotated[int, Option(help="Clips per prompt, with seeds N, N+1, ...")]
 Steps = Annotated[int | None, Option(help="Denoiser calls.")]
 Width = Annotated[int | None, Option(help="Pixels, a multiple of 32.")]

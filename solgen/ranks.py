@@ -44,6 +44,10 @@ def run(
             raise RankError(f"rank {world.rank}: {error}", error.exit_code) from error
         return (jobs, result) if world.rank == 0 else ([], None)
     jobs = plan()
+    # Asked here already: without a GPU nobody waits for diffusers to be imported.
+    from solgen.engine.machine import pick_device
+
+    pick_device(jobs[0].request.preset_name)
     if gpus in (None, 1):
         return jobs, _work(command, jobs, options, world)
     return jobs, _launch(command, jobs, options, gpus, debug)

@@ -100,11 +100,27 @@ def test_a_shared_pivot_costs_the_kept_tokens_their_probabilities():
         (("--shape", "0x64"), "--shape 0x64 is not HEADSxROWS"),
         (("--shape", "1x640", "--attention", "dense,flash"), "--attention flash is not an operator"),
         (("--data", "real"), "--data real is not a kind of input"),
+        (("--shape", "1x640", "--density", "0"), "--density 0; expected a share above 0"),
+        (("--shape", "1x640", "--density", "1.5"), "--density 1.5; expected a share above 0 and at most 1"),
+        (("--shape", "1x128"), "sol-attn1: density 0.1 is not above 1, "),
+        (("--shape", "1x640", "--tail", "whole"), "--tail whole; expected one of slots, anchors, none"),
+        (("--shape", "1x640", "--impl", "cuda"), "--impl cuda; expected one of reference, triton, gluon"),
+        (("--errors", "--shape", "1x640", "--plot", "a.png"), "--errors measures the same with any --plot"),
+        (("--errors", "--shape", "1x640", "--runs", "5"), "leave --runs out"),
+        (("--errors", "--shape", "1x640", "--shape", "2x640"), "give every --shape the same"),
+        (("--json", "."), "--json . cannot be written: it is a folder; choose another"),
+        (("--json", "/dev/null/a.json"), "--json /dev/null/a.json cannot be written: not a directory"),
     ],
 )
 def test_refusals(capsys, arguments, message):
     assert solgen("bench", "attention", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has these implementations")
+def test_kernels_for_a_gpu_are_refused_without_one(capsys):
+    assert solgen("bench", "attention", "--shape", "1x640", "--impl", "triton") == 2
+    assert '--impl "triton" got tensors on cpu; expected CUDA' in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes the default shapes")

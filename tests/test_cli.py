@@ -391,6 +391,17 @@ def test_profile_shows_a_table_and_json_alone_on_stdout(
         ("profile", ["--preset", "demo", "--text-rows", "4"], "goes with --dummy-weights"),
         ("profile", ["--preset", "demo", "--dummy-weights", "--lora", "a/b/c"], "leave --lora out"),
         ("profile", ["--preset", "demo", "--dummy-weights", "--set", "attention.dense=cudnn"], "needs cuDNN"),
+        ("profile", ["--preset", "demo", "--attention", ""], "got ''"),
+        (
+            "profile",
+            ["--preset", "demo", "--dummy-weights", "--trace", "."],
+            "--trace . cannot be written: it is a folder",
+        ),
+        (
+            "profile",
+            ["--preset", "demo", "--dummy-weights", "--plot", "/dev/null/a.png"],
+            "cannot be written: not a dir",
+        ),
     ],
 )
 def test_profile_refuses_in_one_line(command: str, arguments: list[str], message: str, refused) -> None:

@@ -57,7 +57,7 @@ def test_progress_in_a_file_is_plain_lines(demo) -> None:
     assert "\r" not in result.stderr
     assert "\x1b" not in result.stderr
     assert [line.split(":")[0] for line in result.stderr.splitlines()[:-1]] == [
-        "load", "encode", "denoise", "decode audio", "decode video", "write",
+        "load", "encode", "AdaLN tables", "denoise", "decode audio", "decode video", "write",
     ]  # fmt: skip
 
 

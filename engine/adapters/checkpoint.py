@@ -28,6 +28,7 @@ from solgen.engine.adapters.overlay import (
 from solgen.engine.adapters.source import Source
 from solgen.engine.pipeline import transformer_name
 from solgen.engine.repository import INDEX, Repository, open_repository
+from solgen.engine.shards import read_headers
 from solgen.engine.stages import Listener, Stages
 from solgen.errors import InputError, SetupError
 from solgen.presets.schema import Lora, Model, Task
@@ -84,7 +85,7 @@ def _write_transformer(
     source = overlay.folder
     target = draft / source.relative_to(repository.path)
     target.mkdir(parents=True)
-    files = sorted(path for path in source.glob("*.safetensors") if path.name != ENDPOINT_FILE)
+    files = [source / file for file in sorted(read_headers(source)) if file != ENDPOINT_FILE]
     shards = [f"{STEM}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     weight_map: dict[str, str] = {}
     kept: dict[str, Kept] = {}

@@ -1,6 +1,5 @@
 """All adapters of a request over one transformer: checked together, applied while it loads, recorded."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from solgen.engine.adapters.merged import ENDPOINT_FILE, Merged, read_merged
 from solgen.engine.adapters.names import ENDPOINT
 from solgen.engine.adapters.source import Source
 from solgen.engine.adapters.two_time import add_endpoint, use_two_times
-from solgen.engine.shards import read_header
+from solgen.engine.shards import read_headers
 from solgen.errors import InputError
 from solgen.presets.schema import Lora, Task
 
@@ -188,13 +187,13 @@ def collect_deltas(
 
 
 def weight_headers(folder: Path) -> dict[str, dict[str, Any]]:
-    """Type and shape of every tensor of a component, from the headers of its shards."""
-    index = next(folder.glob("*.safetensors.index.json"), None)
-    if index is None:
-        files = sorted(path for path in folder.glob("*.safetensors") if path.name != ENDPOINT_FILE)
-    else:
-        files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return {name: entry for file in files for name, entry in read_header(file).items()}
+    """Type and shape of every tensor of a component, from the headers of its shards.
+
+    Raises:
+        InputError: naming a broken file.
+    """
+    headers = read_headers(folder).items()
+    return {name: entry for file, header in headers if file != ENDPOINT_FILE for name, entry in header.items()}
 
 
 def refuse_quantised(adapter: Adapter, headers: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -1,12 +1,13 @@
 """Tables and plots of benchmark results."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import rich.console
 from rich.table import Table
 
+from solgen.engine.paths import check_new_file
 from solgen.errors import SetupError
 
 WIDTH = 120
@@ -54,6 +55,23 @@ def linear_tables(report: dict[str, Any]) -> Iterator[Table]:
     yield table
 
 
+def merge_table(report: dict[str, Any]) -> Table:
+    """One merge in a row."""
+    table = Table("layers", "parameters", "rank", "adapter, GiB", "open, s", "merge, s", "beside, GiB", "turned")
+    beside = "" if report["bytes_beside"] is None else f"{report['bytes_beside'] / 2**30:.2f}"
+    table.add_row(
+        str(report["layers"]),
+        f"{report['parameters']:,}",
+        str(report["settings"]["rank"]),
+        f"{report['adapter_bytes'] / 2**30:.2f}",
+        f"{report['open_s']:.2f}",
+        f"{report['merge_s']:.2f}",
+        beside,
+        f"{report['turned']:.1e}",
+    )
+    return table
+
+
 def error_tables(report: dict[str, Any]) -> Iterator[Table]:
     """One table of all lengths for each channel mean."""
     for mean in dict.fromkeys(result["structure"]["channel_mean"] for result in report["results"]):
@@ -83,8 +101,24 @@ def show(tables: Iterator[Table]) -> None:
         console.print(table)
 
 
-def speed_plot(report: dict[str, Any], path: Path) -> None:
-    """Complete calls as bars, one group a shape, on a logarithmic axis.
+def check_results(files: Mapping[str, Path | None]) -> None:
+    """Refuse the files of a measurement that could not be written when it ends.
+
+    Args:
+        files: What is to be written, by the option that names it; None for nothing.
+
+    Raises:
+        SolgenError: one line; for a `--plot` without matplotlib too.
+    """
+    for option, path in files.items():
+        if path is not None:
+            check_new_file(option, path)
+    if files.get("--plot") is not None:
+        pyplot()
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, which draws into files alone.
 
     Raises:
         SetupError: without matplotlib.
@@ -96,9 +130,14 @@ def speed_plot(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def speed_plot(report: dict[str, Any], path: Path) -> None:
+    """Complete calls as bars, one group a shape, on a logarithmic axis; needs matplotlib."""
     shapes = report["results"]
     names = list(shapes[0]["arms"])
-    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * len(shapes), 4.5))
+    figure, axes = pyplot().subplots(figsize=(2 + 1.6 * len(shapes), 4.5))
     for index, name in enumerate(names):
         places = [place + (index - len(names) / 2 + 0.5) * 0.8 / len(names) for place in range(len(shapes))]
         times = [shape["arms"][name]["call_ms"] for shape in shapes]
@@ -115,4 +154,5 @@ def speed_plot(report: dict[str, Any], path: Path) -> None:
     axes.set(yscale="log", ylabel="ms a complete call", xlabel="heads x rows", title=report["device"])
     axes.legend(fontsize=8)
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

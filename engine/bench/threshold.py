@@ -11,6 +11,10 @@ from solgen.errors import InputError
 from solgen.kernels.sol_attn1 import SolAttn1Config
 from solgen.kernels.sol_attn1.density import solve_tau
 from solgen.kernels.sol_attn2 import SolAttn2Config
+from solgen.kernels.sol_attn2.validation import IMPLS, validate_gpu
+
+TAILS = ("slots", "anchors", "none")
+"""Tails that every implementation has."""
 
 MAX_SAMPLES = 2**24
 """Log shares that the threshold is a quantile of; query blocks are thinned out evenly above that."""
@@ -23,20 +27,43 @@ def make_arms(names: tuple[str, ...], inputs: Inputs, *, density: float, tail: s
     """Arms with thresholds solved so that the sparse ones keep `density` of all block pairs.
 
     Raises:
-        InputError: if a name is not an arm.
+        InputError: for what is not an arm, a density, a tail or an implementation that these inputs can have.
     """
     unknown = [name for name in names if name not in ARMS]
     if unknown:
         raise InputError(f"--attention {unknown[0]} is not an operator; choose from {', '.join(ARMS)}")
+    _check_options(inputs[0], density=density, tail=tail, impl=impl)
     epsilon = solve_share(*inputs[:2], density=density) if {"block-sparse", "sol-attn2"} & set(names) else 0.0
     configs: dict[str, Callable[[], Config]] = {
         "dense": lambda: None,
         "fp8": lambda: SolAttn2Config(epsilon=-math.inf, tail="none"),
         "block-sparse": lambda: SolAttn2Config(epsilon=epsilon, tail="none"),
-        "sol-attn1": lambda: SolAttn1Config(tau=solve_tau(*inputs[:2], density=density)),
+        "sol-attn1": lambda: SolAttn1Config(tau=_tau(inputs, density)),
         "sol-attn2": lambda: SolAttn2Config(epsilon=epsilon, tail=tail),  # type: ignore[arg-type]
     }
     return [Arm(name, configs[name](), impl) for name in names]
+
+
+def _check_options(query: torch.Tensor, *, density: float, tail: str, impl: str | None) -> None:
+    if not 0 < density <= 1:
+        raise InputError(f"--density {density:g}; expected a share above 0 and at most 1")
+    if tail not in TAILS:
+        raise InputError(f"--tail {tail}; expected one of {', '.join(TAILS)}")
+    if impl not in (None, *IMPLS):
+        raise InputError(f"--impl {impl}; expected one of {', '.join(IMPLS)}")
+    if impl in (None, "reference"):
+        return
+    try:
+        validate_gpu(query, SolAttn2Config(), impl)
+    except ValueError as error:
+        raise InputError(f"--{error}") from error
+
+
+def _tau(inputs: Inputs, density: float) -> float:
+    try:
+        return solve_tau(*inputs[:2], density=density)
+    except ValueError as error:  # too few blocks
+        raise InputError(f"sol-attn1: {error}") from error
 
 
 @torch.no_grad()

@@ -4,12 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from solgen.engine.asked import Options, gather
 from solgen.engine.batch import Job
-from solgen.engine.request import Options, resolve
+from solgen.engine.request import settle
 from solgen.errors import InputError
 
 STOCK = "stock"
 """The arm that is diffusers' own call: its blocks as they come, cuDNN attention on a GPU."""
+
+PROMPT = "A red ball bounces across a wooden floor."
+"""What is profiled where nothing is asked for."""
 
 TEXT_ROWS = 40
 TEXT_ROWS_1080P = 38
@@ -38,7 +42,10 @@ def plan_arms(options: Options, names: Sequence[str] | None, *, dummy: bool, tex
     jobs = []
     for name in names or (None,):
         backend = "dense" if name == STOCK else name
-        request = resolve(dataclasses.replace(options, attention=backend), seed=0)
+        asked = gather(dataclasses.replace(options, attention=backend))
+        if asked.options.prompt is None:
+            asked = dataclasses.replace(asked, options=dataclasses.replace(asked.options, prompt=PROMPT))
+        request = settle(asked, seed=0)
         if dummy:
             usual = TEXT_ROWS_1080P if "1080p" in request.preset_name else TEXT_ROWS
             request = dataclasses.replace(request, text_rows=usual if text_rows is None else text_rows)

@@ -24,7 +24,7 @@ from solgen.engine.profile.report import arm_report, compare
 from solgen.engine.profile.scaling import output_file
 from solgen.engine.repository import Repository
 from solgen.engine.stages import Listener, Stages
-from solgen.errors import InputError
+from solgen.errors import InputError, SetupError
 from solgen.parallel.agree import together
 from solgen.parallel.mesh import Mesh
 from solgen.parallel.world import World
@@ -142,13 +142,21 @@ def measure(bench: Bench, arms: Sequence[Arm], runs: int, stages: Stages) -> Non
 
 
 def write_trace(bench: Bench, arms: Sequence[Arm], path: Path | None) -> None:
-    """Write one call of every arm as a Chrome trace; a rank with no path only takes part."""
+    """Write one call of every arm as a Chrome trace; a rank with no path only takes part.
+
+    Raises:
+        SetupError: if nothing arrived on the disk; the profiler itself only logs that.
+    """
     with torch.profiler.profile() as profiler:
         for arm in arms:
             bench.trace(arm)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
         profiler.export_chrome_trace(str(path))
+        if not path.exists():
+            path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)  # the profiler's own
+            raise SetupError(f"--trace {path} could not be written; free some space or choose another place")
 
 
 def _prepare(

@@ -8,9 +8,9 @@ import torch
 from rich.table import Table
 from safetensors.torch import load_file
 
+from solgen.engine.bench.show import pyplot
 from solgen.engine.profile.breakdown import COMMUNICATION
 from solgen.engine.profile.plan import STOCK
-from solgen.engine.profile.show import pyplot
 from solgen.errors import InputError
 
 

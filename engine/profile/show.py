@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from solgen.errors import SetupError
+from solgen.engine.bench.show import pyplot
 
 
 def headline(report: dict[str, Any]) -> str:
@@ -59,15 +59,10 @@ def _arms(arms: list[dict[str, Any]]) -> Table:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Stacked bars, one an arm: the parts of the instrumented call.
-
-    Raises:
-        SetupError: without matplotlib.
-    """
-    plots = pyplot()
+    """Stacked bars, one an arm: the parts of the instrumented call; needs matplotlib."""
     arms = report["arms"]
     names = [row["name"] for row in arms[0]["modules"] if row["part_of"] is None]
-    figure, axes = plots.subplots(figsize=(4.5 + 1.2 * len(arms), 5))
+    figure, axes = pyplot().subplots(figsize=(4.5 + 1.2 * len(arms), 5))
     bottoms = [0.0] * len(arms)
     for name in names:
         values = [next(row["ms"] for row in arm["modules"] if row["name"] == name) / 1e3 for arm in arms]
@@ -83,23 +78,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    plots.close(figure)
-
-
-def pyplot() -> Any:
-    """matplotlib's pyplot, drawing into files.
-
-    Raises:
-        SetupError: without matplotlib.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SetupError("--plot needs matplotlib, which is not installed; pip install 'solgen[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
+    pyplot().close(figure)
 
 
 def _ms(value: float) -> str:

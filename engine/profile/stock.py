@@ -11,7 +11,8 @@ from diffusers.models.transformers import transformer_minimax_h3
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from torch import nn
 
-from solgen.engine.dummy import RandomWeights, is_projection
+from solgen.engine.adaln import is_projection
+from solgen.engine.dummy import RandomWeights
 from solgen.engine.profile.recorder import Recorder
 
 

@@ -13,7 +13,14 @@ _INDEX = "modular_model_index.json"
 
 
 def demo_model_path() -> Path:
-    """Return the folder of the demo model, building it in the user's cache if it is missing (5 s, 22 MiB).
+    """Return the folder of the demo model: the trained weights of the package, without them `built_model_path()`."""
+    if (_PACKAGE / "weights" / _INDEX).is_file():
+        return _PACKAGE / "weights"
+    return built_model_path()
+
+
+def built_model_path() -> Path:
+    """Return the folder of the random model, building it in the user's cache if it is missing (5 s, 22 MiB).
 
     Several processes may call it at once. The folder's name holds a hash of the code that builds it, so that
     other code builds another folder.
@@ -21,8 +28,6 @@ def demo_model_path() -> Path:
     Raises:
         SetupError: if the cache cannot be written or the folder has lost its index.
     """
-    if (_PACKAGE / "weights" / _INDEX).is_file():
-        return _PACKAGE / "weights"
     folder = _cache_root() / f"demo-model-{_source_hash()}"
     if not folder.is_dir():
         try:

@@ -26,27 +26,36 @@ def build(folder: Path) -> None:
 
     The bytes depend on this package and its dependencies only; the caller's random state is left alone.
     """
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    tokenizer.save_pretrained(folder / "processor")
-    _write_json(folder / "processor" / "preprocessor_config.json", configs.IMAGE_PROCESSOR)
-    _write_json(folder / "processor" / "video_preprocessor_config.json", configs.VIDEO_PROCESSOR)
-
-    MiniMaxH3Scheduler(shift=12.0).save_pretrained(folder / "scheduler")
-    MiniMaxH3Scheduler(shift=3.0).save_pretrained(folder / "audio_scheduler")
-
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # diffusers' audio VAE uses the old weight_norm
         transformer = MiniMaxH3Transformer3DModel(**configs.TRANSFORMER)
         vae = AutoencoderKLMiniMaxH3(**configs.VAE)
         audio_vae = AutoencoderKLMiniMaxH3Audio(**configs.AUDIO_VAE)
-        conditioner = Qwen3VLForConditionalGeneration(_conditioner_config(tokenizer))
+        conditioner = Qwen3VLForConditionalGeneration(conditioner_config(build_tokenizer()))
     weights.init_transformer(transformer)
     weights.init_vae(vae)
     weights.init_audio_vae(audio_vae)
     weights.init_conditioner(conditioner)
     for model in (transformer, vae, audio_vae, conditioner):
         _round(model)
+    write_repository(folder, transformer, vae, audio_vae, conditioner)
+
+
+def write_repository(
+    folder: Path,
+    transformer: MiniMaxH3Transformer3DModel,
+    vae: AutoencoderKLMiniMaxH3,
+    audio_vae: AutoencoderKLMiniMaxH3Audio,
+    conditioner: Qwen3VLForConditionalGeneration,
+) -> None:
+    """Write models as they are, the tokenizer and the settings into an existing folder, and the index last."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / "processor")
+    _write_json(folder / "processor" / "preprocessor_config.json", configs.IMAGE_PROCESSOR)
+    _write_json(folder / "processor" / "video_preprocessor_config.json", configs.VIDEO_PROCESSOR)
+    MiniMaxH3Scheduler(shift=12.0).save_pretrained(folder / "scheduler")
+    MiniMaxH3Scheduler(shift=3.0).save_pretrained(folder / "audio_scheduler")
     transformer.save_pretrained(folder / "transformer")
     vae.save_pretrained(folder / "vae")
     audio_vae.save_pretrained(folder / "audio_vae")
@@ -55,7 +64,8 @@ def build(folder: Path) -> None:
     _write_json(folder / "modular_model_index.json", _index())
 
 
-def _conditioner_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+def conditioner_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+    """Shape of the conditioner, which knows the control tokens of a tokenizer."""
     ids = tokenizer.convert_tokens_to_ids
     return Qwen3VLConfig(
         architectures=["Qwen3VLForConditionalGeneration"],

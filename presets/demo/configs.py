@@ -22,7 +22,7 @@ SPECIAL_TOKENS = (
 )
 """Qwen3-VL's control tokens that diffusers reads by name, and MiniMax-H3's pair around spoken lines."""
 
-VOCAB_SIZE = 768
+VOCAB_SIZE = 1024
 """Bytes, merges and special tokens together; the special tokens take the last ids."""
 
 CONTEXT_LENGTH = 8192

@@ -38,6 +38,18 @@ The scene begins with, then, after that, as the, in the background, in the foreg
 right, from.
 """
 
+# Words of the captions that the demo model is trained on, often enough to become one token each.
+_CAPTIONS = """
+A red orange yellow green cyan blue pink white circle ball disc square box triangle diamond star ring. One small red
+ball bounces across a wooden floor. Two large blue circles balls discs squares boxes triangles diamonds stars rings
+collide on a black background. A yellow star moves left, moves right, moves up, moves down, slides to the left, slides
+to the right over black. Two small green rings move from right to left, slide, rise, fall, bounce up and down, orbit
+the centre in front of a grey wall. One white box rises, falls, orbits the centre, moves in a circle in front of a navy
+wall. A large pink disc grows, gets bigger over teal on a teal background. Two orange diamonds meet and part, grow, get
+bigger while the camera pans left. Then a cyan triangle bounces while the camera pans right on a navy background, on a
+grey background, on a wooden floor.
+"""
+
 
 def build_tokenizer() -> Qwen2Tokenizer:
     """Learn the vocabulary and return it as the class that diffusers' index names.
@@ -52,7 +64,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learner.train_from_iterator(_CORPUS.splitlines(), trainer)
+    learner.train_from_iterator([*_CORPUS.splitlines(), *_CAPTIONS.splitlines() * 20], trainer)
 
     learnt = json.loads(learner.to_str())["model"]
     tokenizer = Qwen2Tokenizer(

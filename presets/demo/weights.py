@@ -93,9 +93,14 @@ def init_audio_vae(model: AutoencoderKLMiniMaxH3Audio) -> None:
 
 
 @torch.no_grad()
-def init_conditioner(model: Qwen3VLForConditionalGeneration) -> None:
-    """Keep 51 residual layers in range by quiet branches."""
-    _fill(model, {"*.o_proj.weight": 0.3, "*.down_proj.weight": 0.3, "*embed_tokens.weight": math.sqrt(32)})
+def init_conditioner(model: Qwen3VLForConditionalGeneration, branch: float = 0.3) -> None:
+    """Keep 51 residual layers in range by quiet branches; the quieter, the more a row is its own token.
+
+    Args:
+        model: Changed in place.
+        branch: Gain of what every attention and every feed-forward adds.
+    """
+    _fill(model, {"*.o_proj.weight": branch, "*.down_proj.weight": branch, "*embed_tokens.weight": math.sqrt(32)})
 
 
 def _normal(name: str, shape: tuple[int, ...]) -> Tensor:

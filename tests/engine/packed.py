@@ -1,9 +1,11 @@
-"""A short packed sequence for the demo transformer: 24 rows of text, sound and video."""
+"""A short packed sequence for the demo transformer, 24 rows of text, sound and video; and the order it comes in."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from solgen.engine.packing import TokenOrder
 
 
 def packed(timesteps: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -23,3 +25,11 @@ def packed(timesteps: Tensor, dtype: torch.dtype = torch.float32) -> dict[str, A
         "text_indices": text,
         "return_dict": False,
     }
+
+
+def raster_order(num_rows: int, video_indices: Tensor) -> TokenOrder:
+    """The identity: diffusers' own order of a sequence whose video rows stand at `video_indices`."""
+    order = torch.arange(num_rows)
+    video_rows = torch.zeros(num_rows, dtype=torch.bool)
+    video_rows[video_indices] = True
+    return TokenOrder(order, order, video_rows)

@@ -9,7 +9,7 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor, nn
 
-from solgen.engine.adaln import AdaLNTables, build_tables, projection_names
+from solgen.engine.adaln import AdaLNTables, Plan, Projections, projection_names
 from solgen.engine.adapters.two_time import add_endpoint, use_two_times
 from solgen.engine.generate import generate
 from solgen.errors import SolgenError
@@ -46,6 +46,13 @@ def own(model: MiniMaxH3Transformer3DModel):
     """The model's projections, kept apart from it."""
     layers = {name: copy.deepcopy(model.get_submodule(name)) for name in projection_names(model)}
     return lambda names: (layers[name] for name in names)
+
+
+def build_tables(model: MiniMaxH3Transformer3DModel, calls: Plan, projections: Projections) -> AdaLNTables:
+    """Tables of a model, prepared for a schedule."""
+    tables = AdaLNTables(model, projections)
+    assert tables.prepare(calls)
+    return tables
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
+from solgen.engine.adaln import is_projection
 from solgen.engine.adapters.two_time import takes_two_times
 from solgen.engine.check import check
-from solgen.engine.dummy import RandomWeights, dummy_pipeline, is_projection, open_dummy
+from solgen.engine.dummy import RandomWeights, dummy_pipeline, open_dummy
 from solgen.engine.generate import generate
 from solgen.engine.profile.plan import plan_arms
 from solgen.engine.request import Options

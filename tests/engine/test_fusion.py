@@ -16,7 +16,8 @@ from solgen.engine.adapters.merge import Delta
 from solgen.engine.attention import AttentionRun, install_attention
 from solgen.engine.fusion import check_fusion, fused, runs_fused
 from solgen.engine.generate import generate
-from solgen.engine.profile import call_breakdown, module_clock
+from solgen.engine.profile.breakdown import breakdown, timed_modules
+from solgen.engine.profile.recorder import Recorder
 from solgen.errors import InputError
 from solgen.presets.demo import demo_model_path
 from solgen.presets.schema import Attention
@@ -180,11 +181,14 @@ def test_the_parts_of_a_profiled_call_still_add_up() -> None:
     inputs, order = packed(20)
     run = AttentionRun.start(Attention(backend="dense"), order.video_rows, fused=True)
     install_attention(model, run)
-    with torch.no_grad(), fused(model, True), module_clock(model, CPU) as clock:
+    recorder = Recorder(CPU)
+    run.stage = recorder.span_if_watching
+    with torch.no_grad(), fused(model, True), recorder.watching(timed_modules(model)):
         model(**inputs)
-    rows = call_breakdown(clock.calls(), blocks=6)
-    assert sum(row["ms"] for row in rows) == pytest.approx(clock.calls()[0]["call"], rel=1e-6)
-    assert all(row["ms"] >= 0 for row in rows)
+    totals = recorder.totals()
+    wholes = [row["ms"] for row in breakdown(totals) if row["part_of"] is None]
+    assert sum(wholes) == pytest.approx(totals["call"].ms, rel=1e-6)
+    assert all(part >= 0 for part in wholes)
 
 
 def test_when_a_request_runs_fused() -> None:

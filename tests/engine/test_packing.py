@@ -5,7 +5,8 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from solgen.engine.packing import cube_order, cube_token_order, raster_order
+from solgen.engine.packing import cube_order, cube_token_order
+from tests.engine.packed import raster_order
 
 GRIDS = [(37, 23, 41), (37, 8, 8), (5, 7, 3), (1, 8, 8), (1, 1, 1), (4, 4, 4), (87, 23, 41)]
 
@@ -91,11 +92,6 @@ def test_sections_stand_in_order() -> None:
     assert order.order[96:].tolist() == [*audio.tolist(), *text.tolist()]
     assert torch.equal(order.video_rows, torch.arange(len(positions)) < 96)
     assert torch.equal(order.order[order.position], torch.arange(len(positions)))
-
-
-def test_raster_order_marks_video_wherever_it_stands() -> None:
-    order = raster_order(6, torch.tensor([1, 4]))
-    assert order.video_rows.tolist() == [False, True, False, False, True, False]
 
 
 def test_grids_must_add_up() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from solgen.engine.bench.show import show
 from solgen.engine.dummy import RandomWeights, open_dummy
 from solgen.engine.profile.breakdown import breakdown, timed_modules
-from solgen.engine.profile.plan import plan_arms
+from solgen.engine.profile.plan import PROMPT, plan_arms
 from solgen.engine.profile.recorder import FLIGHT, Recorder, Total
 from solgen.engine.profile.report import busy_ms, hidden_ms
 from solgen.engine.profile.run import profile
@@ -80,7 +80,8 @@ def test_arms_say_what_ran(report: dict) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 def test_kernels_and_memory_on_a_gpu(report: dict) -> None:
-    assert [arm["impl"] for arm in report["arms"]] == [None, None, "triton"]
+    fastest = "gluon" if torch.cuda.get_device_capability()[0] == 9 else "triton"
+    assert [arm["impl"] for arm in report["arms"]] == [None, None, fastest]
     assert report["arms"][0]["dense"] == "_native_cudnn"
     assert report["arms"][1]["dense"] in ("fa3", "cudnn")
     assert [arm["fusion"] for arm in report["arms"]] == [False, True, True]
@@ -171,6 +172,14 @@ def test_the_stock_model_borrows_projections_that_tables_replaced() -> None:
     with stock_model(model, CPU, source):
         assert torch.equal(model.transformer_blocks[2].adaln_proj.linear.weight, real)
     assert model.transformer_blocks[2].adaln_proj.linear is table
+
+
+def test_a_config_file_fills_in_what_the_command_line_leaves_open(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('prompt = "a blue cube"\nseed = 11\n')
+    (job,) = plan_arms(Options(preset="demo", config=tmp_path / "c.toml"), None, dummy=True, text_rows=None)
+    assert (job.request.prompt, job.request.seed) == ("a blue cube", 11)
+    (job,) = plan_arms(Options(preset="demo"), None, dummy=True, text_rows=None)
+    assert (job.request.prompt, job.request.seed) == (PROMPT, 0)
 
 
 REFUSED = {

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from solgen.engine.shards import headers_digest, read_header, read_headers
+from solgen.engine.shards import BYTES, headers_digest, read_header, read_headers
+from solgen.engine.weights import DTYPES
 from solgen.errors import InputError
 
 
@@ -28,6 +29,10 @@ def test_sound_shards_pass_and_their_digest_follows_the_headers(sharded: Path) -
     assert headers_digest(read_headers(sharded)) == digest
     save_file({"b.weight": torch.zeros(30, 20)}, sharded / "model-2-of-2.safetensors")
     assert headers_digest(read_headers(sharded)) != digest
+
+
+def test_every_type_that_is_let_through_can_be_read() -> None:
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == BYTES
 
 
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
@@ -69,6 +74,9 @@ BREAKAGES = {
     "no type": (with_header(entry(dtype=5)), "not a safetensors file"),
     "one offset": (with_header(entry(data_offsets=[0])), "not a safetensors file"),
     "offsets in words": (with_header(entry(data_offsets=["a", "b"])), "not a safetensors file"),
+    "unknown type": (with_header(entry(dtype="F8_E8M0")), "tensor 'b.weight' is F8_E8M0; expected one of F64, "),
+    "too few bytes": (with_header(entry(shape=[3])), r"'b.weight', F32 \[3\], has 0 bytes, expected 12; download"),
+    "backwards": (with_header(entry(data_offsets=[4, 0])), r"has -4 bytes, expected 0; download"),
     "zeros": (lambda path: path.write_bytes(bytes(4096)), "not a safetensors file"),
 }  # fmt: skip
 

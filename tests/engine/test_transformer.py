@@ -5,10 +5,11 @@ import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
 from solgen.engine.attention import AttentionRun, check_attention, install_attention
-from solgen.engine.packing import cube_token_order, raster_order
+from solgen.engine.packing import cube_token_order
 from solgen.errors import InputError
 from solgen.presets.demo import demo_model_path
 from solgen.presets.schema import Attention
+from tests.engine.packed import raster_order
 
 GRID = (5, 8, 8)
 

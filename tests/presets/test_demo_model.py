@@ -62,8 +62,8 @@ def repository(tmp_path_factory) -> Path:
     random_state = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOLGEN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        path = demo.demo_model_path()
-        assert demo.demo_model_path() == path
+        path = demo.built_model_path()
+        assert demo.built_model_path() == path
     assert torch.equal(torch.get_rng_state(), random_state), "building must leave the caller's random numbers alone"
     return path
 
@@ -260,7 +260,7 @@ def test_four_calls_of_every_task_stay_bounded(pipeline, task):
 
 
 def test_concurrent_builds_leave_one_folder_with_the_same_bytes(repository, tmp_path):
-    code = "from solgen.presets.demo import demo_model_path; print(demo_model_path())"
+    code = "from solgen.presets.demo import built_model_path; print(built_model_path())"
     environment = os.environ | {
         "SOLGEN_CACHE": str(tmp_path),
         "HF_HUB_OFFLINE": "1",
@@ -288,7 +288,7 @@ def test_unwritable_cache_is_named_with_its_remedy(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SOLGEN_CACHE", str(tmp_path / "file"))
     with pytest.raises(SetupError, match=r"cannot write the demo model to .*file/demo-model-.*set SOLGEN_CACHE"):
-        demo.demo_model_path()
+        demo.built_model_path()
 
 
 def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_failed_build_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("solgen.presets.demo.build.build", fail)
     monkeypatch.setenv("SOLGEN_CACHE", str(tmp_path))
     with pytest.raises(SetupError, match="No space left on device"):
-        demo.demo_model_path()
+        demo.built_model_path()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -307,19 +307,19 @@ def test_folder_without_its_index_is_reported(repository, tmp_path, monkeypatch)
     monkeypatch.setenv("SOLGEN_CACHE", str(tmp_path))
     (tmp_path / repository.name / "transformer").mkdir(parents=True)
     with pytest.raises(SetupError, match=r"has lost its modular_model_index\.json; delete that folder"):
-        demo.demo_model_path()
+        demo.built_model_path()
 
 
 def test_cache_follows_the_environment(repository, tmp_path, monkeypatch):
     monkeypatch.delenv("SOLGEN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "solgen").symlink_to(repository.parent)
-    assert demo.demo_model_path().samefile(repository)
+    assert demo.built_model_path().samefile(repository)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "solgen").symlink_to(repository.parent)
-    assert demo.demo_model_path().samefile(repository)
+    assert demo.built_model_path().samefile(repository)
 
 
 def test_packaged_weights_come_first(tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -37,6 +36,7 @@ from solgen.kernels.sol_attn2.gluon.expcast import (
     spread_product,
     sticky_expcast,
 )
+from solgen.kernels.sol_attn2.gluon.ring import await_tile, await_turn, produce
 from solgen.kernels.sol_attn2.gluon.union import schedule
 from solgen.kernels.sol_attn2.triton.attention import LOWEST_PIVOT, TailKind
 from solgen.kernels.sol_attn2.triton.expcast import CODES_PER_NAT, CODES_PER_OCTAVE
@@ -84,64 +84,6 @@ def _add_tile(b_acc, b_sum, b_carry, b_p, v, ones):
     b_tile = _weighted(b_p, v, 128)
     b_part, b_tile = warpgroup_mma_wait(0, deps=(b_part, b_tile))
     return _carry(b_acc, b_carry, b_tile), _carry(b_sum, b_carry, b_part)
-
-
-@gluon.jit
-def _await_tile(full, phases, consumers, others, stage, exists, STAGES: gl.constexpr):
-    """Wait until a tile for a set of consumers has arrived.
-
-    A consumer skips the tiles of others, so a barrier of the stage alone could have moved on by two rounds unseen:
-    every set has its own barriers. `phases` holds a bit for each that the consumer takes part in.
-    """
-    bit = others * 16 + stage
-    mbarrier.wait(full.index((consumers - 1) * STAGES + stage), (phases >> bit & 1).to(gl.int32), pred=exists)
-    return phases ^ (gl.to_tensor(1).to(gl.int64) << bit)
-
-
-@gluon.jit
-def _await_turn(full, phases, turn, exists, STAGES: gl.constexpr):
-    """Wait until the tile of a turn has arrived."""
-    return _await_tile(full, phases, turn >> 22, turn >> 20 & 3, turn >> 16 & 0xF, exists, STAGES)
-
-
-@gluon.jit
-def _load_tile(k_desc, v_desc, block, consumers, tiles, full, empty, stage, parity, STAGES: gl.constexpr):
-    """Load the keys and values of a block into a stage once it is free, for a set of consumers."""
-    bar = full.index((consumers - 1) * STAGES + stage)
-    mbarrier.wait(empty.index(stage), parity)
-    mbarrier.expect(bar, 2 * 64 * 128)
-    tma.async_copy_global_to_shared(k_desc, [block * 64, 0], bar, tiles.index(2 * stage))
-    tma.async_copy_global_to_shared(v_desc, [block * 64, 0], bar, tiles.index(2 * stage + 1))
-    is_single = (consumers & (consumers - 1)) == 0
-    mbarrier.arrive(empty.index(stage), count=2, pred=is_single)  # for those who skip the tile
-    mbarrier.arrive(empty.index(stage), count=1, pred=(consumers != 7) & (not is_single))
-    stage += 1
-    wraps = stage == STAGES
-    return gl.where(wraps, 0, stage), gl.where(wraps, parity ^ 1, parity)
-
-
-@gluon.jit
-def _produce(loads, TAIL: gl.constexpr, STAGES: gl.constexpr):
-    (
-        k_desc, v_desc, tail_k_desc, tail_v_desc, tiles, full, empty, p_loads, p_num_loads, i_trio, i_base, i_first,
-        num_blocks,
-    ) = loads  # fmt: skip
-    stage = 0
-    parity = 1
-    num_loads = gl.load(p_num_loads + i_trio)
-    p_list = p_loads + i_trio.to(gl.int64) * num_blocks
-    load = gl.load(p_list)
-    if TAIL != "none":
-        for w in range(gl.minimum(3, num_blocks - i_first)):
-            stage, parity = _load_tile(
-                tail_k_desc, tail_v_desc, i_base + i_first + w, 1 << w, tiles, full, empty, stage, parity, STAGES
-            )
-    for i in range(num_loads):
-        following = gl.load(p_list + gl.minimum(i + 1, num_loads - 1))
-        stage, parity = _load_tile(
-            k_desc, v_desc, i_base + (load & 0xFFFF), load >> 16, tiles, full, empty, stage, parity, STAGES
-        )
-        load = following
 
 
 @gluon.jit
@@ -194,7 +136,7 @@ def _consume(
             o_key = gl.arange(0, 64, layout=column_layout)
             b_bias = gl.load(p_tail_bias + i_task * 64 + o_key)[None, :] * CODES_PER_NAT
             factor = gl.load(p_tail_k_scale + i_task) * q_factor
-            phases = _await_tile(full, phases, 1 << W, 0, W, True, STAGES)
+            phases = await_tile(full, phases, 1 << W, 0, W, True, STAGES)
             b_code = warpgroup_mma_wait(0, deps=(_scores(q, tiles, W),))
             b_code = gl.fma(b_code, factor, b_bias.broadcast_to([64, 64]))
             if TAIL == "anchors":
@@ -216,7 +158,7 @@ def _consume(
             lag = float("-inf")
             constant = FORCE_MOVE
             k_scale = gl.load(p_scale + (turn & 0xFFFF))
-            phases = _await_turn(full, phases, turn, True, STAGES)
+            phases = await_turn(full, phases, turn, True, STAGES)
             stage = turn >> 16 & 0xF
             pending = _scores(q, tiles, stage)
             for i in range(count - has_ragged):
@@ -236,7 +178,7 @@ def _consume(
                 b_sum = _carry(b_sum, b_carry, b_part)
                 b_acc = _carry(b_acc, b_carry, b_tile)
                 exists = i + 1 < count
-                phases = gl.where(exists, _await_turn(full, phases, turn, exists, STAGES), phases)
+                phases = gl.where(exists, await_turn(full, phases, turn, exists, STAGES), phases)
                 stage = turn >> 16 & 0xF
                 pending = _scores(q, tiles, stage)  # of no use after the last tile
             b_scores = warpgroup_mma_wait(0, deps=(pending,))
@@ -325,7 +267,7 @@ def _attention_kernel(
             (_consume, (0, q.index(0), shared, OFFSET, TAIL, LSE, STAGES)),
             (_consume, (1, q.index(1), shared, OFFSET, TAIL, LSE, STAGES)),
             (_consume, (2, q.index(2), shared, OFFSET, TAIL, LSE, STAGES)),
-            (_produce, (loads, TAIL, STAGES)),
+            (produce, (loads, TAIL, STAGES)),
         ],
         [4, 4, 1],
         [160, 160, 24],

@@ -1,11 +1,12 @@
 """`solgen lora merge`: a model of its own, with a record, and no second merge."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from solgen.__main__ import main
 from solgen.engine.adapters.header import file_sha256
@@ -13,6 +14,7 @@ from solgen.engine.adapters.merged import RECORD
 from solgen.engine.generate import generate
 from solgen.engine.request import Options, resolve
 from solgen.errors import InputError
+from solgen.presets.demo import demo_model_path
 
 
 @pytest.fixture
@@ -50,6 +52,25 @@ def test_the_weights_are_those_of_a_merge_while_loading(solgen, write, merged, t
     assert record["shards"] == {
         shard.name: file_sha256(shard) for shard in (output / "transformer").glob("*.safetensors")
     }
+
+
+def test_a_file_that_the_index_does_not_name_is_no_part_of_the_model(solgen, write, tmp_path: Path) -> None:
+    """A single file of an older download lies beside the shards and comes after them in the alphabet."""
+    model, output = tmp_path / "model", tmp_path / "merged"
+    shutil.copytree(demo_model_path(), model)
+    (whole,) = (model / "transformer").glob("*.safetensors")
+    tensors = load_file(whole)
+    shards = {f"{whole.stem}-{number}-of-2{whole.suffix}": sorted(tensors)[number - 1 :: 2] for number in (1, 2)}
+    for name, part in shards.items():
+        save_file({tensor: tensors[tensor] for tensor in part}, whole.with_name(name))
+    weight_map = {tensor: name for name, part in shards.items() for tensor in part}
+    (model / "transformer" / f"{whole.name}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, whole)
+    assert merge(solgen, output, write(), model=model)[0] == 0
+    written = sorted((output / "transformer").glob("*.safetensors"))
+    assert len(written) == 2
+    kept = {name: tensor for file in written for name, tensor in load_file(file).items()}
+    assert torch.equal(kept["proj_in.weight"], tensors["proj_in.weight"])
 
 
 def test_the_merged_model_makes_clips_and_names_its_adapters(

@@ -183,15 +183,15 @@ def _show_scaling(rows: list[dict[str, Any]], reports: list[dict[str, Any]], plo
     from solgen.engine.profile.scaling import scaling_plot, scaling_table
     from solgen.engine.profile.show import headline, tables
 
-    if plot is not None:
-        scaling_plot(rows, f"{reports[0]['device']}, {reports[0]['facts']['rows']:,} rows", plot)
     if as_json:
         print(json.dumps({"scaling": rows, "reports": reports}))
-        return
-    for report in reports:
-        print(headline(report))
-        show(tables(report))
-    show(iter([scaling_table(rows)]))
+    else:
+        for report in reports:
+            print(headline(report))
+            show(tables(report))
+        show(iter([scaling_table(rows)]))
+    if plot is not None:
+        scaling_plot(rows, f"{reports[0]['device']}, {reports[0]['facts']['rows']:,} rows", plot)
 
 
 def _profile(jobs: Any, listener: Any, **options: Any) -> Any:

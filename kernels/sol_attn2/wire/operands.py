@@ -130,12 +130,12 @@ def unpack_operands(
         k_codes=k_codes.unflatten(1, (-1, HEAD_DIM)),
         k_scale=k_scale,
         v_codes=v_codes.unflatten(1, (-1, HEAD_DIM, BLOCK)),
-        v_scale=value.scale.contiguous(),
+        v_scale=value.scale.clone(),  # kernels expect aligned addresses
         q_units=q_units.unflatten(1, (-1, HEAD_DIM)),
         k_units=k_units.unflatten(1, (-1, HEAD_DIM)),
         v_units=v_units.unflatten(1, (-1, HEAD_DIM)),
-        k_mean=key_mean.contiguous(),
-        v_mean=value.mean.contiguous(),
+        k_mean=key_mean.clone(),
+        v_mean=value.mean.clone(),
         num_rows=num_rows,
     )
 

@@ -1,13 +1,14 @@
 """Times complete calls and their stages, with CUDA events on a GPU and a clock on a CPU."""
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from solgen.engine.moment import Moment, milliseconds, moment
 
 FLUSH_BYTES = 2**29
 FLUSH_TIMES = 4
@@ -28,28 +29,28 @@ class Clock:
         self.calls: list[float] = []
         self.stages: dict[str, list[float]] = defaultdict(list)
         self._device = device
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._spans: list[tuple[str, Moment, Moment]] = []
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Book what runs inside under a name; stages must not overlap."""
-        start = self._now()
+        start = moment(self._device)
         yield
-        self._spans.append((name, start, self._now()))
+        self._spans.append((name, start, moment(self._device)))
 
     def run(self, call: Callable[[Stage], Any]) -> None:
         """Time one complete call and wait for it."""
         self._flush()
         self._spans = []
-        start = self._now()
+        start = moment(self._device)
         call(self.stage)
-        end = self._now()
+        end = moment(self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.calls.append(self._between(start, end))
+        self.calls.append(milliseconds(start, end))
         sums: dict[str, float] = defaultdict(float)
         for name, begin, finish in self._spans:
-            sums[name] += self._between(begin, finish)
+            sums[name] += milliseconds(begin, finish)
         for name, value in sums.items():
             self.stages[name].append(value)
 
@@ -66,16 +67,6 @@ class Clock:
             buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self._device)
             for _ in range(FLUSH_TIMES):
                 buffer.zero_()
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        return float(start.elapsed_time(end)) if self._device.type == "cuda" else 1e3 * (end - start)
 
 
 def alternate(

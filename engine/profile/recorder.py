@@ -1,6 +1,5 @@
 """Times spans of a denoiser call, with CUDA events on a GPU and a clock on a CPU; nothing waits for the device."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from solgen.engine.machine import synchronize
+from solgen.engine.moment import Moment, milliseconds, moment
 
 FLIGHT = "in flight"
 """Name of the spans of exchanges from their begin to their end."""
@@ -30,16 +30,16 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans: list[tuple[str, Any, Any]] = []
+        self._spans: list[tuple[str, Moment, Moment]] = []
         self._handles: list[Any] = []
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time the body."""
-        start = self._now()
+        start = moment(self._device)
         yield
-        self._spans.append((name, start, self._now()))
+        self._spans.append((name, start, moment(self._device)))
 
     def span_if_watching(self, name: str) -> AbstractContextManager[None]:
         """`span` while modules are watched, else nothing."""
@@ -49,13 +49,13 @@ class Recorder:
         """Time an exchange between ranks to its end, as "in flight", while modules are watched."""
         if not self._handles:
             return
-        start = self._now()
+        start = moment(self._device)
         if self._device.type != "cuda":
-            work.get_future().add_done_callback(lambda _: self._spans.append((FLIGHT, start, time.perf_counter())))
+            work.get_future().add_done_callback(lambda _: self._spans.append((FLIGHT, start, moment(self._device))))
             return
         with torch.cuda.stream(self._aside):
             work.wait()
-            self._spans.append((FLIGHT, start, self._now()))
+            self._spans.append((FLIGHT, start, moment(self._device)))
 
     @contextmanager
     def watching(self, modules: list[tuple[str, nn.Module]]) -> Iterator[None]:
@@ -74,25 +74,18 @@ class Recorder:
         synchronize(self._device)
         totals: dict[str, Total] = defaultdict(Total)
         for name, start, end in self._spans:
-            totals[name].ms += start.elapsed_time(end) if self._device.type == "cuda" else 1e3 * (end - start)
+            totals[name].ms += milliseconds(start, end)
             totals[name].count += 1
         self._spans = []
         return totals
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        started: list[Any] = []
+        started: list[Moment] = []
 
         def before(_module: nn.Module, _args: Any) -> None:
-            started.append(self._now())
+            started.append(moment(self._device))
 
         def after(_module: nn.Module, _args: Any, _output: Any) -> None:
-            self._spans.append((name, started.pop(), self._now()))
+            self._spans.append((name, started.pop(), moment(self._device)))
 
         self._handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

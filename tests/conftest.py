@@ -1,6 +1,32 @@
-"""One thread a test process where several share the machine: their pools would only wait for one another."""
+"""What all tests share.
+
+Where several processes share the machine each has one thread: their pools would only wait for one another.
+"""
 
 import os
+from pathlib import Path
+
+import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run `solgen generate` and return the one error line; asserts exit code and an untouched folder."""
+    from tests.command_line import solgen
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, code: int = 2, command: str = "generate") -> str:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert solgen(command, *arguments) == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        return err
+
+    return run

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from solgen.__main__ import main
 from solgen.engine.bench import attention, gate, kernels
 from solgen.engine.bench.arms import ARMS, Arm
 from solgen.engine.bench.clock import alternate
@@ -19,14 +18,9 @@ from solgen.engine.bench.threshold import make_arms
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.density import log_shares
 from solgen.kernels.sol_attn2.details import pack_route
+from tests.command_line import solgen
 
 CPU = torch.device("cpu")
-
-
-def solgen(*arguments):
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return stop.value.code
 
 
 @pytest.fixture(scope="module")

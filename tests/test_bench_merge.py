@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from solgen.__main__ import main
 from solgen.engine.adapters.adapter import open_adapter
 from solgen.engine.adapters.overlay import Overlay
 from solgen.engine.adapters.source import Source
@@ -14,13 +13,12 @@ from solgen.engine.dummy import DummyRepository, RandomWeights
 from solgen.errors import SolgenError
 from solgen.presets.demo.configs import TRANSFORMER as DEMO
 from solgen.presets.schema import Lora
+from tests.command_line import solgen
 
 
 def test_merge_report(tmp_path, capsys):
     path = tmp_path / "merge.json"
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "merge", "--preset", "demo", "--rank", "8", "--json", str(path)])
-    assert stop.value.code == 0
+    assert solgen("bench", "merge", "--preset", "demo", "--rank", "8", "--json", str(path)) == 0
     report = json.loads(path.read_text())
     assert report["layers"] == 6 * (DEMO["num_layers"] + DEMO["num_refiner_layers"])
     assert report["merge_s"] > 0

@@ -14,35 +14,12 @@ from PIL import Image
 from typer.main import get_command
 
 from solgen import __version__
-from solgen.__main__ import FOREIGN_OPTIONS, main
+from solgen.__main__ import FOREIGN_OPTIONS
 from solgen.cli import app
 from solgen.presets.demo import demo_model_path
+from tests.command_line import solgen
 
 HEAVY = ("torch", "diffusers", "transformers", "triton", "numpy")
-
-
-def solgen(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return stop.value.code
-
-
-@pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run `solgen generate` and return the one error line; asserts exit code and an untouched folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str, code: int = 2, command: str = "generate") -> str:
-        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        assert solgen(command, *arguments) == code
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
-        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        return err
-
-    return run
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], ["presets", "list"]])
@@ -361,49 +338,3 @@ def test_every_option_is_one_that_a_config_takes_or_refuses_by_name() -> None:
     options = {parameter.name for parameter in get_command(app).commands["generate"].params} - {"help"}
     spelled = {"set_keys": "set", "as_json": "json"}
     assert {spelled.get(name, name) for name in options} == set(NAMES) | set(COMMAND_ONLY)
-
-
-PROFILE = ("profile", "--preset", "demo", "--width", "64", "--height", "64", "--steps", "1", "--dummy-weights")
-
-
-def test_profile_shows_a_table_and_json_alone_on_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ("--attention", "stock,dense,sol-attn2", "--text-rows", "5", "--runs", "1")
-    assert solgen(*PROFILE, *arguments) == 0
-    shown = capsys.readouterr().out
-    assert all(
-        word in shown for word in ("stock", "QKV and out projections", "unattributed", "peak memory", "rows 567")
-    )
-    assert solgen(*PROFILE, *arguments, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [arm["name"] for arm in report["arms"]] == ["stock", "dense", "sol-attn2"]
-    assert all(row["name"] in shown for row in report["arms"][0]["modules"])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        ("generate", [*DEMO, "--dummy-weights"], "no option --dummy-weights; it belongs to solgen profile"),
-        ("profile", ["--preset", "demo", "--attention", "dense,dense"], "lists 'dense' twice"),
-        ("profile", ["--preset", "demo", "--text-rows", "4"], "goes with --dummy-weights"),
-        ("profile", ["--preset", "demo", "--dummy-weights", "--lora", "a/b/c"], "leave --lora out"),
-        ("profile", ["--preset", "demo", "--dummy-weights", "--set", "attention.dense=cudnn"], "needs cuDNN"),
-        ("profile", ["--preset", "demo", "--attention", ""], "got ''"),
-        (
-            "profile",
-            ["--preset", "demo", "--dummy-weights", "--trace", "."],
-            "--trace . cannot be written: it is a folder",
-        ),
-        (
-            "profile",
-            ["--preset", "demo", "--dummy-weights", "--plot", "/dev/null/a.png"],
-            "cannot be written: not a dir",
-        ),
-    ],
-)
-def test_profile_refuses_in_one_line(command: str, arguments: list[str], message: str, refused) -> None:
-    code = 1 if "cuDNN" in message else 2
-    assert message in refused(*arguments, command=command, code=code)

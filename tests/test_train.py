@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from solgen.__main__ import main
-
-
-def solgen(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return stop.value.code
+from tests.command_line import solgen
 
 
 @pytest.mark.parametrize("text", ["flow", "flow=", "flow=-1", "flow=2.5", "text=3", "=3"])

@@ -11,22 +11,16 @@ from typing import Any
 
 import pytest
 
-from solgen.__main__ import main
 from solgen.engine.bench.show import show
 from solgen.engine.generate import generate
 from solgen.engine.profile.scaling import scaling_table
 from solgen.engine.stages import Silent
+from tests.command_line import solgen
 from tests.engine.conftest import small_job  # noqa: F401
 
 SMALL = ["--preset", "demo", "--width", "64", "--height", "64", "--steps", "1"]
 PROMPT = ["-p", "a red ball"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-
-
-def solgen(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    return stop.value.code
 
 
 @pytest.fixture

@@ -46,8 +46,11 @@ def check(query, key, value, config, video_rows=None):
     query, key = query.float().abs(), key.float()
     mean = key.mean(2, keepdim=True)
     step = 2**-3 * (query * (key - mean).abs().amax(2, keepdim=True)).amax(-1)
-    slack = 0.02 + (2**-4 * (query * mean.abs()).sum(-1) + step) / 128**0.5
-    assert ((details.lse - report.lse).abs() <= slack).all()
+    slack = 0.02 + 2**-4 * (query * mean.abs()).sum(-1) / 128**0.5
+    difference = (details.lse - report.lse).abs()
+    assert (difference <= slack + step / 128**0.5).all()
+    assert (difference > slack).float().mean() <= 1e-3  # ties are rare
+    assert difference.median() <= 2**-10  # the FP16 means and weights behind the surrogates, rounded either way
     return output
 
 

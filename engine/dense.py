@@ -43,6 +43,8 @@ def dense_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if kernel == "fa3":
         output = importlib.import_module("flash_attn_interface").flash_attn_func(query, key, value)
         return output[0] if isinstance(output, tuple) else output  # some builds return the row sums too
+    if kernel == "cudnn" and key.shape[1] == 1:
+        return value  # the softmax of one score, which cuDNN refuses to take
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else nullcontext():
         return scaled_dot_product_attention(query, key, value).transpose(1, 2)

@@ -38,7 +38,7 @@ def test_a_dense_run_on_a_cpu_is_the_stock_model() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("kernel", ["auto", "fa3", "cudnn", "sdpa"])
-@pytest.mark.parametrize("rows", [63, 65, 1001])
+@pytest.mark.parametrize("rows", [1, 63, 65, 1001])
 def test_error_on_strided_heads(kernel: str, rows: int) -> None:
     device = torch.device("cuda")
     try:

@@ -31,6 +31,8 @@ def quantise(
     """
     plain = values.detach().float()
     if scale is None:
-        scale = (plain.abs().amax(group_dims, keepdim=True) / E4M3_MAX).clamp(min=SCALE_FLOOR)
+        largest = plain.abs().amax(group_dims, keepdim=True)
+        # By a tensor: PyTorch divides by a number on a GPU with its rounded inverse.
+        scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp(min=SCALE_FLOOR)
     codes = (plain / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(values.dtype)
     return straight_through(codes, values / scale.to(values.dtype)), scale

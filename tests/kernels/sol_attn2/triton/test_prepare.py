@@ -21,7 +21,7 @@ def check(query, key, value, config):
     """Every operand of the kernels against the reference's, given the kernels' means."""
     num_heads, num_rows = query.shape[1:3]
     operands = prepare(query, key, value, config=config)
-    # The reference runs on the CPU: torch divides by 448 on a GPU by multiplying with its rounded inverse.
+    # The reference runs on the CPU: what is wanted does not depend on the GPU under test.
     query, key, value = (x.cpu() for x in (query, key, value))
     operands = Operands(**{name: x.cpu() if torch.is_tensor(x) else x for name, x in vars(operands).items()})
     blocks = make_blocks(num_rows, mixed_blocks(None, num_rows, query.device), torch.float32)

@@ -42,7 +42,7 @@ class Pool:
         video: [P, rows, 96] bfloat16.
         audio: [P, 2 x latents, 32] bfloat16, channel-major.
         keyframes: [P, 2, rows of a frame, 96] bfloat16, the first and the last frame encoded alone.
-        groups: By task.
+        groups: By task; a task that no clip takes part in is missing.
     """
 
     video: Tensor
@@ -56,6 +56,63 @@ class Pool:
         return self.keyframes[clips][:, ends].flatten(1, 2).float()
 
 
+@dataclass(frozen=True)
+class Latents:
+    """Posterior means of clips, not standardised, and the pictures of their ends.
+
+    Attributes:
+        video: [P, 24, t, h, w] bfloat16.
+        audio: [P, 2, 32, latents] bfloat16.
+        ends: [P, 2, 24, 1, h, w] bfloat16, the first and the last frame encoded alone.
+        pictures: [P, 3, 2, H, W] uint8, the same frames.
+    """
+
+    video: Tensor
+    audio: Tensor
+    ends: Tensor
+    pictures: Tensor
+
+
+PIXELS = 2**26
+"""Pixels that are rendered and encoded at a time: eight clips of 256x256 and 124 frames."""
+
+
+@torch.no_grad()
+def encode_clips(
+    tracks: Tracks, canvas: Canvas, vae: AutoencoderKLMiniMaxH3, audio_vae: AutoencoderKLMiniMaxH3Audio
+) -> Latents:
+    """Render and encode P clips, on the device of the tracks and the models."""
+    device = tracks.centre.device
+    batch = max(1, PIXELS // (canvas.height * canvas.width * canvas.num_frames))
+    parts = []
+    for clips in torch.arange(len(tracks.centre), device=device).split(batch):
+        part = tracks.take(clips)
+        pixels = render(part, canvas)
+        pair = pixels[:, :, [0, -1]]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            video = encode_means(vae, normalise(pixels)).bfloat16()
+            single = normalise(pair).transpose(1, 2).flatten(0, 1)[:, :, None]
+            ends = encode_means(vae, single).unflatten(0, (-1, 2)).bfloat16()
+        sound = synthesise(part, canvas).flatten(0, 1)[:, None]
+        audio = audio_vae.encode(sound, return_dict=False)[0].mode().unflatten(0, (-1, 2)).bfloat16()
+        parts.append((video, audio, ends, (pair * 255).round().byte()))
+    return Latents(*(torch.cat(some) for some in zip(*parts, strict=True)))
+
+
+def fit_statistics(vae: AutoencoderKLMiniMaxH3, audio_vae: AutoencoderKLMiniMaxH3Audio, latents: Latents) -> None:
+    """Write the per-channel mean and deviation of latents into both configs."""
+    for model, raw_latents in ((vae, latents.video), (audio_vae, latents.audio.flatten(0, 1))):
+        dims = [d for d in range(raw_latents.ndim) if d != 1]
+        values = raw_latents.float()
+        mean, std = values.mean(dims), values.std(dims).clamp_min(1e-3)
+        model.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+def has_statistics(model: AutoencoderKLMiniMaxH3 | AutoencoderKLMiniMaxH3Audio) -> bool:
+    """Whether `fit_statistics` has seen it."""
+    return any(model.config.latents_mean)
+
+
 @torch.no_grad()
 def encode_pool(
     scenes: list[Scene],
@@ -66,48 +123,33 @@ def encode_pool(
     conditioner: Conditioner,
     *,
     keyframed: int | None = None,
-    batch: int = 8,
 ) -> Pool:
-    """Render and encode every scene; sets the latent statistics of autoencoders that have none yet.
+    """Render, encode and standardise every scene.
 
     Args:
         scenes: P of them.
         tracks: Theirs, on the device of the models.
         canvas: Of the clips.
-        vae: Trained, in evaluation.
+        vae: Trained, in evaluation, with the statistics of its latents.
         audio_vae: Likewise.
         conditioner: Frozen.
         keyframed: First so many clips take part in tasks with keyframes; all without a number.
-        batch: Clips rendered and encoded at a time.
     """
-    device = tracks.centre.device
-    video, audio, ends, pictures = [], [], [], []
-    for clips in torch.arange(len(scenes), device=device).split(batch):
-        part = tracks.take(clips)
-        pixels = render(part, canvas)
-        pair = pixels[:, :, [0, -1]]
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            video.append(encode_means(vae, normalise(pixels)).bfloat16())
-            single = normalise(pair).transpose(1, 2).flatten(0, 1)[:, :, None]
-            moments = vae.quant_conv(vae.encoder(single))[:, : vae.config.latent_channels]
-        ends.append(moments.unflatten(0, (-1, 2)).bfloat16())
-        sound = synthesise(part, canvas).flatten(0, 1)[:, None]
-        audio.append(audio_vae.encode(sound, return_dict=False)[0].mode().unflatten(0, (-1, 2)).bfloat16())
-        pictures.append((pair * 255).round().byte())
-    raw_video, raw_audio, raw_ends = (torch.cat(parts).float() for parts in (video, audio, ends))
-    set_statistics(vae, raw_video)
-    set_statistics(audio_vae, raw_audio.transpose(1, 2))
-    rows = patchify_video_latents(standardise(vae, raw_video), PATCH).unflatten(0, (len(scenes), -1))
-    keyframes = standardise(vae, raw_ends.flatten(0, 1))
+    latents = encode_clips(tracks, canvas, vae, audio_vae)
+    rows = patchify_video_latents(standardise(vae, latents.video.float()), PATCH).unflatten(0, (len(scenes), -1))
+    keyframes = standardise(vae, latents.ends.flatten(0, 1).float())
     keyframes = patchify_video_latents(keyframes, PATCH).unflatten(0, (len(scenes), 2, -1))
-    sound_rows = standardise(audio_vae, raw_audio.flatten(0, 1)).transpose(1, 2)
+    sound_rows = standardise(audio_vae, latents.audio.flatten(0, 1).float()).transpose(1, 2)
     sound_rows = sound_rows.unflatten(0, (len(scenes), 2)).flatten(1, 2)
-    frames, height, width = raw_video.shape[2:]
-    grid, shown = (frames, height, width), torch.cat(pictures)
+    frames, height, width = latents.video.shape[2:]
+    grid, shown = (frames, height, width), latents.pictures
     groups = {
-        task: group_texts(scenes[: keyframed if anchors else None], shown, conditioner, grid, raw_audio.shape[-1], task)
+        task: group_texts(
+            scenes[: keyframed if anchors else None], shown, conditioner, grid, latents.audio.shape[-1], task
+        )
         for task, anchors in TASKS.items()
     }
+    groups = {task: found for task, found in groups.items() if found}
     return Pool(rows.bfloat16(), sound_rows.bfloat16(), keyframes.bfloat16(), groups)
 
 
@@ -146,15 +188,6 @@ def group_texts(
         layout = Layout.build(torch.tensor(members[0][2]), TASKS[task], latent_grid, num_audio_latents)
         groups.append(Group(layout, clips, torch.cat(texts)))
     return groups
-
-
-def set_statistics(model: AutoencoderKLMiniMaxH3 | AutoencoderKLMiniMaxH3Audio, latents: Tensor) -> None:
-    """Write per-channel mean and deviation of raw latents [P, C, ...] into a config that still has 0 and 1."""
-    if any(model.config.latents_mean):
-        return
-    dims = [d for d in range(latents.ndim) if d != 1]
-    mean, std = latents.mean(dims), latents.std(dims).clamp_min(1e-3)
-    model.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
 
 
 def standardise(model: AutoencoderKLMiniMaxH3 | AutoencoderKLMiniMaxH3Audio, latents: Tensor) -> Tensor:

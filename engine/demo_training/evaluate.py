@@ -80,7 +80,8 @@ def probe_prompts(
     rows_of = []
     for number, clip in sorted(clips.items()):
         shot = held_out.scenes[number].shots[0]
-        reading = read_clip(thumbnails(clip.frames[::2], 4), clip.sound.numpy())
+        factor = max(1, min(clip.frames.shape[1:3]) // 64)
+        reading = read_clip(thumbnails(clip.frames[::2], factor), clip.sound.numpy())
         found = {
             "colour": reading.colour == shot.colour,
             "motion": reading.motion == shot.motion,

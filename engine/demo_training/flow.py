@@ -5,7 +5,7 @@ from diffusers import MiniMaxH3Transformer3DModel
 from torch import Tensor
 
 from solgen.engine.demo_training.dataset import Group, Pool
-from solgen.engine.demo_training.forward import Layout, velocity
+from solgen.engine.demo_training.forward import Advance, Layout, RowTables, advance_block, velocity
 
 SHIFTS = (12.0, 3.0)
 """Of the noise levels of video and sound."""
@@ -26,11 +26,13 @@ def shifted(position: Tensor) -> Tensor:
 class Flow:
     """A transformer and its pool, with tables for every layout that were computed once."""
 
-    def __init__(self, model: MiniMaxH3Transformer3DModel, pool: Pool, batch: int) -> None:
-        """Clips of one step share a layout."""
-        self.model, self.pool, self.batch = model, pool, batch
+    def __init__(
+        self, model: MiniMaxH3Transformer3DModel, pool: Pool, batch: int, advance: Advance = advance_block
+    ) -> None:
+        """Clips of one step share a layout; `advance` may be `advance_block` compiled."""
+        self.model, self.pool, self.batch, self.advance = model, pool, batch, advance
         self.device = pool.video.device
-        self.rotary: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[int, RowTables] = {}
 
     def draw_group(self, generator: torch.Generator) -> tuple[str, Group, Tensor]:
         """Task, group and places in it of the clips of a step, [batch] int64."""
@@ -59,13 +61,13 @@ class Flow:
         layout: Layout,
     ) -> tuple[Tensor, Tensor]:
         """Velocities of video and sound rows [B, rows, channels] at noise levels sigma [B, 2]."""
-        if id(layout) not in self.rotary:
-            self.rotary[id(layout)] = model.rope(layout.position_ids.to(self.device))
+        if id(layout) not in self.tables:
+            self.tables[id(layout)] = RowTables.build(model, layout, self.device)
         keyframes = (1 - sigma[:, :1]).clamp_min(KEYFRAME_TIME)
         times = torch.cat([1 - sigma, keyframes], 1)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             video = torch.cat([conditions, state[0]], 1)
-            return velocity(model, video, state[1], text, times, layout, self.rotary[id(layout)])
+            return velocity(model, video, state[1], text, times, layout, self.tables[id(layout)], self.advance)
 
     def loss(self, step: int, generator: torch.Generator) -> Tensor:
         """Squared error of the velocity at positions drawn evenly over the schedule; sound counts half."""

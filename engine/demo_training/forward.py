@@ -5,6 +5,7 @@ step at one noise level. The modules are the model's; only their order of calls 
 both forwards to the same numbers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,11 @@ from torch import Tensor
 
 VIDEO_TAG, TEXT_TAG, AUDIO_TAG = 0, 1, 2
 VIDEO_TIME, AUDIO_TIME, CONDITION_TIME = 0, 1, 2
+KINDS = 3
+"""Of times and of tags."""
+
+Advance = Callable[..., Tensor]
+"""`advance_block` or what a compiler made of it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Layout:
     Attributes:
         position_ids: [N, 3] float64 rotary coordinates.
         num_text, num_condition, num_audio, num_video: Rows of every part.
-        runs: (rows, which time, tag) of neighbouring rows that are modulated alike, in packed order.
+        times, tags: [N] int64, which time and which tag a row is modulated by.
     """
 
     position_ids: Tensor
@@ -34,7 +40,8 @@ class Layout:
     num_condition: int
     num_audio: int
     num_video: int
-    runs: tuple[tuple[int, int, int], ...]
+    times: Tensor
+    tags: Tensor
 
     @classmethod
     def build(
@@ -54,14 +61,35 @@ class Layout:
         kinds = torch.full_like(tags, VIDEO_TIME)
         kinds[audio] = AUDIO_TIME
         kinds[video[:conditions]] = CONDITION_TIME
-        pairs, counts = torch.stack([kinds, tags], 1).unique_consecutive(dim=0, return_counts=True)
-        runs = tuple((n, kind, tag) for n, (kind, tag) in zip(counts.tolist(), pairs.tolist(), strict=True))
-        return cls(position_ids, text.numel(), conditions, audio.numel(), video.numel() - conditions, runs)
+        return cls(position_ids, text.numel(), conditions, audio.numel(), video.numel() - conditions, kinds, tags)
 
     @cached_property
     def parts(self) -> tuple[int, int, int, int]:
         """Rows in packed order."""
         return self.num_text, self.num_condition, self.num_audio, self.num_video
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """What a layout fixes for every row, on the model's device.
+
+    Attributes:
+        cos, sin: [N, 1, 48] rotary tables.
+        pair: [N, 9] one-hot, (time, tag) of every row: a product with it selects, and its backward sums in one order.
+        time: [N, 3] one-hot, the time alone.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pair: Tensor
+    time: Tensor
+
+    @classmethod
+    def build(cls, model: MiniMaxH3Transformer3DModel, layout: Layout, device: torch.device) -> "RowTables":
+        """Tables of one layout."""
+        cos, sin = (t[:, None, : t.shape[-1] // 2].to(device) for t in model.rope(layout.position_ids.to(device)))
+        pair = F.one_hot(layout.times * KINDS + layout.tags, KINDS * KINDS).float().to(device)
+        return cls(cos, sin, pair, F.one_hot(layout.times, KINDS).float().to(device))
 
 
 def velocity(
@@ -71,7 +99,8 @@ def velocity(
     text: Tensor,
     times: Tensor,
     layout: Layout,
-    rotary: tuple[Tensor, Tensor],
+    tables: RowTables,
+    advance: Advance | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Predict the velocity towards the data.
 
@@ -82,7 +111,8 @@ def velocity(
         text: [B, L, text_dim].
         times: [B, 3], t of video, sound and keyframe rows; 1 is clean.
         layout: Shared by the batch.
-        rotary: `model.rope(layout.position_ids)`, [N, 96] each.
+        tables: Its tables.
+        advance: `advance_block`, compiled; itself without one.
 
     Returns:
         Velocity of the generated video rows [B, rows, 96] and of the audio rows [B, rows, 32], float32.
@@ -94,26 +124,30 @@ def velocity(
 
     embedded = model.time_embedder(model.time_proj(times.flatten())).float()
     activated = F.silu(embedded).unflatten(0, times.shape)
-    cos, sin = (table[None, :, None, : table.shape[-1] // 2].to(video.device) for table in rotary)
     for block in model.transformer_blocks:
-        table = block.adaln_proj.linear(activated).unflatten(-1, (3, 6, -1))
-        shift1, scale1, gate1, shift2, scale2, gate2 = _rows(table, layout).unbind(2)
-        inner = block.norm1(hidden) * (1 + scale1) + shift1
-        hidden = hidden + gate1 * _attend(block.attn, inner, cos, sin)
-        inner = block.norm2(hidden) * (1 + scale2) + shift2
-        hidden = hidden + gate2 * block.ff(inner)
+        hidden = (advance or advance_block)(block, hidden, activated, tables.cos, tables.sin, tables.pair)
 
-    table = model.norm_out.linear(activated).unflatten(-1, (2, -1))[:, :, None].expand(-1, -1, 3, -1, -1)
-    shift, scale = _rows(table, layout).unbind(2)
+    shift, scale = (tables.time @ model.norm_out.linear(activated)).chunk(2, -1)
     hidden = model.norm_out.norm(hidden) * (1 + scale) + shift
     _, _, sound, picture = hidden.split(layout.parts, 1)
     return model.proj_out(picture).float(), model.audio_proj_out(sound).float()
 
 
-def _rows(table: Tensor, layout: Layout) -> Tensor:
-    """Modulation of every row, [B, N, k, d], from a table [B, times, tags, k, d]."""
-    parts = [table[:, kind, tag, None].expand(-1, rows, -1, -1) for rows, kind, tag in layout.runs]
-    return torch.cat(parts, 1)
+def advance_block(block: Any, hidden: Tensor, activated: Tensor, cos: Tensor, sin: Tensor, pair: Tensor) -> Tensor:
+    """One transformer block over the residual stream [B, N, d].
+
+    Args:
+        block: The model's.
+        hidden: float32.
+        activated: [B, times, c], embedded times after SiLU.
+        cos, sin, pair: Of `RowTables`.
+    """
+    table = block.adaln_proj.linear(activated).unflatten(-1, (KINDS, -1)).flatten(1, 2)
+    shift1, scale1, gate1, shift2, scale2, gate2 = (pair @ table).chunk(6, -1)
+    inner = block.norm1(hidden) * (1 + scale1) + shift1
+    hidden = hidden + gate1 * _attend(block.attn, inner, cos, sin)
+    inner = block.norm2(hidden) * (1 + scale2) + shift2
+    return hidden + gate2 * block.ff(inner)
 
 
 def _attend(attention: Any, inner: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

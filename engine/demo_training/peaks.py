@@ -72,8 +72,8 @@ def block_peaks(
         for handle in handles:
             handle.remove()
     order = _cube_order(group.layout, latent_grid).to(flow.device)
-    tables = model.rope(group.layout.position_ids.to(flow.device))
-    cos, sin = (table[:, None, : table.shape[-1] // 2] for table in tables)
+    tables = flow.tables[id(group.layout)]
+    cos, sin = tables.cos, tables.sin
     rotated = [rotate(rows.float(), cos, sin)[order].transpose(0, 1) for rows in seen]
     pairs = zip(rotated[::2], rotated[1::2], strict=True)
     return torch.stack([top_tenth_share(query, key) for query, key in pairs]).cpu()

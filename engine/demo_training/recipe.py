@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,39 @@ from torch import Tensor
 from solgen.engine.demo_training import shapes
 from solgen.engine.demo_training.audio_vae import audio_loss, random_pieces
 from solgen.engine.demo_training.conditioner import Conditioner
-from solgen.engine.demo_training.dataset import encode_pool
+from solgen.engine.demo_training.dataset import Pool, encode_clips, encode_pool, fit_statistics, has_statistics
 from solgen.engine.demo_training.distil import Distillation
-from solgen.engine.demo_training.evaluate import HeldOut, report
+from solgen.engine.demo_training.evaluate import HeldOut, attention_peaks, report
 from solgen.engine.demo_training.flow import Flow
+from solgen.engine.demo_training.forward import Advance, advance_block
 from solgen.engine.demo_training.loop import Stage, load_weights, save_weights, train
 from solgen.engine.demo_training.package import write_model
 from solgen.engine.demo_training.scenes import Scene, draw_scene
 from solgen.engine.demo_training.sound import synthesise
 from solgen.engine.demo_training.tracks import Canvas, Tracks, track_scenes
 from solgen.engine.demo_training.video_vae import random_windows, reconstruction_loss
+from solgen.errors import InputError
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A stage of the transformer and the clips that it learns from.
+
+    Attributes:
+        stage: How long and how fast.
+        canvas: Of the clips.
+        clips: How many are encoded once.
+        keyframed: How many of them also appear with keyframes.
+        batch: Clips in a step.
+    """
+
+    stage: Stage
+    canvas: Canvas
+    clips: int
+    keyframed: int
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -36,76 +58,110 @@ class Recipe:
 
     Attributes:
         seed: Of scenes, first weights and every step.
-        canvas: Of the clips.
-        clips: Training clips that are encoded once.
-        keyframed: How many of them also appear with keyframes.
+        canvas: Of the clips for the autoencoders and of the held-out prompts.
+        clips: Of them.
         cuts, pans: Shares of clips of two shots and of shots with a moving camera.
         spread: How much places and starts that no caption tells differ, in [0, 1].
-        windows, pieces, batch: Clips in a step of the video autoencoder, the audio autoencoder, the transformer.
+        windows, pieces: Clips in a step of the video and the audio autoencoder.
         zoom: Crop of the video autoencoder's windows in the first `zoomed` share of its steps.
         vae, audio_vae, flow, distil: Stages in order.
         held_out: Prompts that the trained model is measured on.
+        long_canvas: Where the trained model's attention is also measured, on one prompt.
     """
 
     seed: int
     canvas: Canvas
     clips: int
-    keyframed: int
     cuts: float
     pans: float
     spread: float
     windows: int
     pieces: int
-    batch: int
     zoom: int
     zoomed: float
     vae: Stage
     audio_vae: Stage
-    flow: Stage
-    distil: Stage
+    flow: tuple[Lesson, ...]
+    distil: tuple[Lesson, ...]
     held_out: int
+    long_canvas: Canvas
     transformer_shape: dict[str, Any]
 
-    def with_steps(self, steps: dict[str, int]) -> "Recipe":
-        """The same with other numbers of steps, by name of the stage."""
-        return replace(self, **{name: replace(getattr(self, name), steps=count) for name, count in steps.items()})
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """Every stage by name, in order."""
+        lessons = (lesson.stage for lesson in self.flow + self.distil)
+        return {stage.name: stage for stage in (self.vae, self.audio_vae, *lessons)}
 
+    def with_steps(self, steps: dict[str, int]) -> "Recipe":
+        """The same with other numbers of steps, by name of the stage.
+
+        Raises:
+            InputError: for a name that is none.
+        """
+        if unknown := sorted(steps.keys() - self.stages.keys()):
+            raise InputError(f"--steps {unknown[0]}: no such stage; expected one of {', '.join(self.stages)}")
+
+        def change(stage: Stage) -> Stage:
+            return replace(stage, steps=steps.get(stage.name, stage.steps))
+
+        flow, distil = (
+            tuple(replace(lesson, stage=change(lesson.stage)) for lesson in lessons)
+            for lessons in (self.flow, self.distil)
+        )
+        return replace(self, vae=change(self.vae), audio_vae=change(self.audio_vae), flow=flow, distil=distil)
+
+
+SMALL, FULL, LONG = Canvas(128, 128, 39), Canvas(256, 256, 124), Canvas(512, 512, 362)
 
 RECIPE = Recipe(
     seed=7,
-    canvas=Canvas(256, 256, 124),
+    canvas=FULL,
     clips=2048,
-    keyframed=768,
     cuts=0.04,
     pans=0.04,
-    spread=1.0,
+    spread=0.35,
     windows=16,
     pieces=32,
-    batch=16,
     zoom=2,
     zoomed=0.75,
     vae=Stage("vae", steps=1300, rate=2e-3),
     audio_vae=Stage("audio_vae", steps=800, rate=2e-3),
-    flow=Stage("flow", steps=9500, rate=2e-3, average=0.995),
-    distil=Stage("distil", steps=600, rate=5e-4),
+    flow=(
+        Lesson(Stage("flow_small", steps=4000, rate=2e-3, average=0.995), SMALL, clips=8192, keyframed=0, batch=192),
+        Lesson(Stage("flow", steps=4000, rate=1.5e-3, average=0.995), FULL, clips=2048, keyframed=768, batch=16),
+        Lesson(Stage("flow_long", steps=150, rate=3e-4), LONG, clips=64, keyframed=32, batch=1),
+    ),
+    distil=(
+        Lesson(Stage("distil_long", steps=60, rate=3e-4), LONG, clips=64, keyframed=32, batch=1),
+        Lesson(Stage("distil", steps=600, rate=5e-4), FULL, clips=2048, keyframed=768, batch=16),
+    ),
     held_out=50,
+    long_canvas=LONG,
     transformer_shape=shapes.TRANSFORMER,
 )
-"""The whole training; docs/demo_model.md tells which part of it has been run."""
+"""The whole training; docs/demo_model.md tells what has been run."""
+
+TOY = Canvas(32, 32, 22)
+
+
+def _toy(name: str, rate: float) -> Lesson:
+    return Lesson(Stage(name, steps=4, rate=rate, warmup=1, every=2), TOY, clips=8, keyframed=8, batch=2)
+
 
 SMOKE = replace(
     RECIPE,
-    canvas=Canvas(32, 32, 22),
+    canvas=TOY,
     clips=8,
     windows=2,
     pieces=2,
-    batch=2,
     zoom=1,
     vae=Stage("vae", steps=4, rate=2e-3, warmup=1, every=2),
     audio_vae=Stage("audio_vae", steps=4, rate=2e-3, warmup=1, every=2),
-    flow=Stage("flow", steps=4, rate=2e-3, warmup=1, every=2),
-    distil=Stage("distil", steps=4, rate=5e-4, warmup=1, every=2),
+    flow=(_toy("flow_small", 2e-3), replace(_toy("flow", 2e-3), canvas=Canvas(32, 64, 22))),
+    distil=(_toy("distil", 5e-4),),
     held_out=4,
+    long_canvas=Canvas(32, 32, 39),
     transformer_shape=shapes.TRANSFORMER
     | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1},
 )
@@ -130,19 +186,16 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
         log(f"[{time.monotonic() - began:6.1f} s] {text}")
 
     with deterministic(device):
-        scenes = [
-            draw_scene(recipe.seed, index, cuts=recipe.cuts, pans=recipe.pans, spread=recipe.spread)
-            for index in range(recipe.clips)
-        ]
-        tracks = track_scenes(scenes, recipe.canvas).to(device)
-        note(f"{len(scenes)} scenes")
+        tracks = track_scenes(draw_scenes(recipe, recipe.clips), recipe.canvas).to(device)
         vae = train_vae(recipe, tracks, folder, device, note, start)
         audio_vae = train_audio_vae(recipe, tracks, folder, device, note, start)
-        teacher, student = train_transformer(recipe, scenes, tracks, vae, audio_vae, folder, device, note, start)
+        teacher, student = train_transformer(recipe, tracks, vae, audio_vae, folder, device, note, start)
     conditioner = Conditioner(device)
     prompts = [draw_scene(recipe.seed + 1, i, held_out=True, spread=recipe.spread) for i in range(recipe.held_out)]
     held_out = HeldOut.encode(prompts, recipe.canvas, vae, audio_vae, conditioner, device)
     found = report(held_out, student, teacher, vae, audio_vae, folder, note)
+    long = HeldOut.encode(prompts[:1], recipe.long_canvas, vae, audio_vae, conditioner, device)
+    found["peaks_long"] = attention_peaks(long, student)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     write_model(folder / "model", student, vae, audio_vae, conditioner)
     note("done")
@@ -184,7 +237,6 @@ def train_audio_vae(
 
 def train_transformer(
     recipe: Recipe,
-    scenes: list[Scene],
     tracks: Tracks,
     vae: AutoencoderKLMiniMaxH3,
     audio_vae: AutoencoderKLMiniMaxH3Audio,
@@ -193,28 +245,56 @@ def train_transformer(
     log: Log,
     start: Path | None,
 ) -> tuple[MiniMaxH3Transformer3DModel, MiniMaxH3Transformer3DModel]:
-    """Flow matching, then distillation to the calls of the demo preset; returns teacher and student."""
+    """Flow matching on growing canvases, then distillation to the calls of the demo preset: teacher and student."""
     conditioner = Conditioner(device)
-    pool = encode_pool(scenes, tracks, recipe.canvas, vae, audio_vae, conditioner, keyframed=recipe.keyframed)
-    save_weights(vae, folder / "vae.safetensors", recipe.vae.steps)  # now with the statistics of the latents
+    if recipe.vae.steps or recipe.audio_vae.steps or not (has_statistics(vae) and has_statistics(audio_vae)):
+        some = torch.arange(min(recipe.clips, 256), device=device)
+        fit_statistics(vae, audio_vae, encode_clips(tracks.take(some), recipe.canvas, vae, audio_vae))
+    save_weights(vae, folder / "vae.safetensors", recipe.vae.steps)
     save_weights(audio_vae, folder / "audio_vae.safetensors", recipe.audio_vae.steps)
-    log(f"{len(scenes)} clips encoded")
-    teacher = shapes.new_transformer(recipe.seed, recipe.transformer_shape).to(device)
-    _begin(teacher, start, "flow")
-    train(recipe.flow, teacher, Flow(teacher, pool, recipe.batch).loss, folder, seed=recipe.seed, log=log)
 
+    @cache
+    def pool_of(canvas: Canvas, clips: int, keyframed: int) -> Pool:
+        scenes = draw_scenes(recipe, clips)
+        tracks = track_scenes(scenes, canvas).to(device)
+        pool = encode_pool(scenes, tracks, canvas, vae, audio_vae, conditioner, keyframed=keyframed)
+        log(f"{clips} clips of {canvas.num_frames} frames encoded")
+        return pool
+
+    # Lengths of text differ from step to step: one program for all.
+    advance: Advance = torch.compile(advance_block, dynamic=True) if device.type == "cuda" else advance_block
+
+    def study(lesson: Lesson, model: MiniMaxH3Transformer3DModel, teacher: MiniMaxH3Transformer3DModel | None) -> None:
+        _begin(model, start, lesson.stage.name)
+        if lesson.stage.steps:
+            pool = pool_of(lesson.canvas, lesson.clips, lesson.keyframed)
+            flow = Flow(model, pool, lesson.batch, advance)
+            loss = flow.loss if teacher is None else Distillation(flow, teacher).loss
+            train(lesson.stage, model, loss, folder, seed=recipe.seed, log=log)
+
+    teacher = shapes.new_transformer(recipe.seed, recipe.transformer_shape).to(device)
+    for lesson in recipe.flow:
+        study(lesson, teacher, None)
     student = shapes.new_transformer(recipe.seed, recipe.transformer_shape).to(device)
     student.load_state_dict(teacher.state_dict())
     teacher.requires_grad_(False)
-    distillation = Distillation(Flow(student, pool, recipe.batch), teacher)
-    train(recipe.distil, student, distillation.loss, folder, seed=recipe.seed, log=log)
+    for lesson in recipe.distil:
+        study(lesson, student, teacher)
     return teacher, student.requires_grad_(False)
+
+
+def draw_scenes(recipe: Recipe, count: int) -> list[Scene]:
+    """The first scenes of training; a larger pool begins with those of a smaller one."""
+    return [
+        draw_scene(recipe.seed, index, cuts=recipe.cuts, pans=recipe.pans, spread=recipe.spread)
+        for index in range(count)
+    ]
 
 
 def _begin(model: Any, start: Path | None, name: str) -> None:
     if start is None:
         return
-    component = start / {"flow": "transformer"}.get(name, name)
+    component = start / ("transformer" if name.startswith("flow") else name)
     if (start / f"{name}.safetensors").is_file():
         load_weights(model, start / f"{name}.safetensors")
     elif (component / "config.json").is_file():

@@ -34,24 +34,27 @@ def denormalise(pixels: Tensor) -> Tensor:
 
 
 def encode_means(vae: AutoencoderKLMiniMaxH3, pixels: Tensor) -> Tensor:
-    """Posterior means of 17 n + 5 frames, the numbers of `vae.encode` without its padding to whole chunks.
+    """Posterior means of 17 n + 5 frames, or of 1, the numbers of `vae.encode` without its padding to whole chunks.
 
     The encoder is causal, so the two latents that remain of the last chunk need its first five frames only. Chunks
     are independent and go through as a batch.
 
     Args:
-        vae: Untiled canvases of 256 pixels.
+        vae: Cuts canvases of more than 256 pixels into tiles.
         pixels: Normalised, [B, 3, F, H, W].
 
     Returns:
         [B, 24, 5 n + 2, H / 16, W / 16].
     """
     batch, _, frames = pixels.shape[:3]
+    channels = vae.config.latent_channels
+    if frames == 1:
+        return vae._encode_clip(pixels)[:, :channels]
     whole = (frames - OVERLAP) // CHUNK
     chunks = pixels[:, :, : whole * CHUNK].unflatten(2, (whole, CHUNK)).transpose(1, 2).flatten(0, 1)
-    first = vae.quant_conv(vae.encoder(chunks)).unflatten(0, (batch, whole)).transpose(1, 2).flatten(2, 3)
-    last = vae.quant_conv(vae.encoder(pixels[:, :, whole * CHUNK :]))
-    return torch.cat([first, last], 2)[:, : vae.config.latent_channels]
+    first = vae._encode_clip(chunks).unflatten(0, (batch, whole)).transpose(1, 2).flatten(2, 3)
+    last = vae._encode_clip(pixels[:, :, whole * CHUNK :])
+    return torch.cat([first, last], 2)[:, :channels]
 
 
 def reconstruction_loss(vae: AutoencoderKLMiniMaxH3, pixels: Tensor, generator: torch.Generator) -> Tensor:

@@ -11,9 +11,7 @@ from tests.command_line import solgen
 @pytest.mark.parametrize("text", ["flow", "flow=", "flow=-1", "flow=2.5", "=3"])
 def test_steps_must_name_a_stage_and_a_number(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert solgen("train", "demo", "--smoke", "-o", str(tmp_path / "run"), "--steps", text) == 2
-    assert capsys.readouterr().err.strip().splitlines() == [
-        f"error: --steps {text} is not STAGE=N, such as flow=3000"
-    ]
+    assert capsys.readouterr().err.strip().splitlines() == [f"error: --steps {text} is not STAGE=N, such as flow=3000"]
     assert not (tmp_path / "run").exists()
 
 

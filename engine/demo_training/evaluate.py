@@ -197,3 +197,18 @@ def report(
         log(f"{name} " + ", ".join(f"{key} {value}" for key, value in found[name].items() if key != "readings"))
         contact_sheet([clips[n].frames for n in sorted(clips)[:20]], folder / f"{name}.png")
     return found
+
+
+def report_long(
+    held_out: HeldOut,
+    student: MiniMaxH3Transformer3DModel,
+    vae: AutoencoderKLMiniMaxH3,
+    audio_vae: AutoencoderKLMiniMaxH3Audio,
+    folder: Path,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """A few prompts on a canvas of many rows: agreement, attention, and their contact sheet in `folder`."""
+    found, clips = probe_prompts(held_out, student, vae, audio_vae, 4)
+    log("student_4_long " + ", ".join(f"{key} {value}" for key, value in found.items() if key != "readings"))
+    contact_sheet([clips[n].frames for n in sorted(clips)], folder / "student_4_long.png")
+    return {"student_4_long": found, "peaks_long": attention_peaks(held_out, student)}

@@ -19,7 +19,7 @@ from solgen.engine.demo_training.audio_vae import audio_loss, random_pieces
 from solgen.engine.demo_training.conditioner import Conditioner
 from solgen.engine.demo_training.dataset import Pool, encode_clips, encode_pool, fit_statistics, has_statistics
 from solgen.engine.demo_training.distil import Distillation
-from solgen.engine.demo_training.evaluate import HeldOut, attention_peaks, report
+from solgen.engine.demo_training.evaluate import HeldOut, report, report_long
 from solgen.engine.demo_training.flow import Flow
 from solgen.engine.demo_training.forward import Advance, advance_block
 from solgen.engine.demo_training.loop import Stage, load_weights, save_weights, train
@@ -66,7 +66,7 @@ class Recipe:
         zoom: Crop of the video autoencoder's windows in the first `zoomed` share of its steps.
         vae, audio_vae, flow, distil: Stages in order.
         held_out: Prompts that the trained model is measured on.
-        long_canvas: Where the trained model's attention is also measured, on one prompt.
+        long_canvas: Where a few of them are measured once more.
     """
 
     seed: int
@@ -112,6 +112,9 @@ class Recipe:
         return replace(self, vae=change(self.vae), audio_vae=change(self.audio_vae), flow=flow, distil=distil)
 
 
+LONG_PROMPTS = 4
+"""Held-out prompts of the long canvas."""
+
 SMALL, FULL, LONG = Canvas(128, 128, 39), Canvas(256, 256, 124), Canvas(512, 512, 362)
 
 RECIPE = Recipe(
@@ -128,13 +131,13 @@ RECIPE = Recipe(
     vae=Stage("vae", steps=1300, rate=2e-3),
     audio_vae=Stage("audio_vae", steps=800, rate=2e-3),
     flow=(
-        Lesson(Stage("flow_small", steps=4000, rate=2e-3, average=0.995), SMALL, clips=8192, keyframed=0, batch=192),
-        Lesson(Stage("flow", steps=4000, rate=1.5e-3, average=0.995), FULL, clips=2048, keyframed=768, batch=16),
-        Lesson(Stage("flow_long", steps=150, rate=3e-4), LONG, clips=64, keyframed=32, batch=1),
+        Lesson(Stage("flow_small", steps=800, rate=2e-3, average=0.995), SMALL, clips=8192, keyframed=0, batch=192),
+        Lesson(Stage("flow", steps=5000, rate=1.5e-3, average=0.995), FULL, clips=2048, keyframed=768, batch=16),
+        Lesson(Stage("flow_long", steps=200, rate=3e-4), LONG, clips=32, keyframed=16, batch=1),
     ),
     distil=(
-        Lesson(Stage("distil_long", steps=60, rate=3e-4), LONG, clips=64, keyframed=32, batch=1),
-        Lesson(Stage("distil", steps=600, rate=5e-4), FULL, clips=2048, keyframed=768, batch=16),
+        Lesson(Stage("distil_long", steps=40, rate=3e-4), LONG, clips=32, keyframed=16, batch=1),
+        Lesson(Stage("distil", steps=400, rate=5e-4), FULL, clips=2048, keyframed=768, batch=16),
     ),
     held_out=50,
     long_canvas=LONG,
@@ -194,8 +197,8 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
     prompts = [draw_scene(recipe.seed + 1, i, held_out=True, spread=recipe.spread) for i in range(recipe.held_out)]
     held_out = HeldOut.encode(prompts, recipe.canvas, vae, audio_vae, conditioner, device)
     found = report(held_out, student, teacher, vae, audio_vae, folder, note)
-    long = HeldOut.encode(prompts[:1], recipe.long_canvas, vae, audio_vae, conditioner, device)
-    found["peaks_long"] = attention_peaks(long, student)
+    long = HeldOut.encode(prompts[:LONG_PROMPTS], recipe.long_canvas, vae, audio_vae, conditioner, device)
+    found |= report_long(long, student, vae, audio_vae, folder, note)
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
     write_model(folder / "model", student, vae, audio_vae, conditioner)
     note("done")

@@ -16,7 +16,7 @@ from solgen.engine.demo_training.conditioner import Conditioner, picture_patches
 from solgen.engine.demo_training.forward import Layout, RowTables, advance_block, velocity
 from solgen.engine.demo_training.loop import Stage, train
 from solgen.engine.demo_training.package import write_model
-from solgen.engine.demo_training.recipe import SMOKE, train_demo
+from solgen.engine.demo_training.recipe import SMOKE, deterministic, train_demo
 from solgen.engine.demo_training.video_vae import encode_means
 
 TINY = shapes.TRANSFORMER | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1}
@@ -124,24 +124,30 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_stage_resumes_bit_for_bit(tmp_path: Path) -> None:
-    stage = Stage("tiny", steps=7, rate=1e-2, warmup=2, every=2)
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_killed_stage_resumes_bit_for_bit(tmp_path: Path, place: str) -> None:
+    if place == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    device, stage = torch.device(place), Stage("tiny", steps=7, rate=1e-2, warmup=2, every=2)
+    advance = torch.compile(advance_block, dynamic=True) if place == "cuda" else advance_block
 
     def run(folder: Path, die_at: int | None) -> dict[str, torch.Tensor]:
         folder.mkdir(exist_ok=True)
-        model = shapes.new_transformer(3, TINY)
-        layout = Layout.build(torch.ones(4, dtype=torch.long), (), (2, 2, 2), 5)
-        tables = RowTables.build(model, layout, torch.device("cpu"))
+        model = shapes.new_transformer(3, TINY).to(device)
+        layout = Layout.build(torch.ones(4, dtype=torch.long), (), (12, 8, 8), 65)
+        tables = RowTables.build(model, layout, device)
 
         def loss(step: int, generator: torch.Generator) -> torch.Tensor:
             if step == die_at:
                 raise Killed
             shape = (2, layout.num_video, 96), (2, layout.num_audio, 32), (2, 4, 32), (2, 3)
-            video, audio, text, times = (torch.rand(s, generator=generator) for s in shape)
-            found = velocity(model, video, audio, text, times, layout, tables)
+            video, audio, text, times = (torch.rand(s, generator=generator, device=device) for s in shape)
+            with torch.autocast(place, torch.bfloat16, enabled=place == "cuda"):
+                found = velocity(model, video, audio, text, times, layout, tables, advance)
             return found[0].square().mean() + found[1].square().mean()
 
-        train(stage, model, loss, folder, seed=0, log=lambda _: None)
+        with deterministic(device):
+            train(stage, model, loss, folder, seed=0, log=lambda _: None)
         return model.state_dict()
 
     whole = run(tmp_path / "whole", None)
@@ -151,7 +157,7 @@ def test_a_killed_stage_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert not (tmp_path / "parts" / "tiny.ckpt").exists()
     stored = load_file(tmp_path / "parts" / "tiny.safetensors")
-    assert all(torch.equal(stored[name].float(), whole[name].float()) for name in whole)
+    assert all(torch.equal(stored[name].float(), whole[name].float().cpu()) for name in whole)
 
 
 @pytest.mark.slow

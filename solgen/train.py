@@ -40,7 +40,8 @@ def demo(
         raise SetupError("no CUDA GPU found; training needs one. Without it, only --smoke runs")
 
     from solgen.console import Console
-    from solgen.engine.demo_training.recipe import RECIPE, SMOKE, train_demo
+    from solgen.engine.demo_training.recipe import RECIPE, SMOKE
+    from solgen.engine.demo_training.run import train_demo
 
     recipe = (SMOKE if smoke else RECIPE).with_steps(given)
     output.mkdir(parents=True, exist_ok=True)

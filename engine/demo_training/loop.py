@@ -6,8 +6,10 @@ average and optimiser state are therefore all that a checkpoint must hold.
 
 import hashlib
 import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,25 @@ def _save(state: Any, path: Path) -> None:
     draft = path.with_suffix(".part")
     torch.save(state, draft)
     draft.replace(path)
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Kernels whose bits repeat, so that a resumed run equals one that was not killed; settings return afterwards.
+
+    On a GPU, an operation without such a kernel warns and runs.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    # Nothing here reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

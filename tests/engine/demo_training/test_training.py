@@ -14,9 +14,10 @@ from transformers import Qwen2VLImageProcessorPil
 from solgen.engine.demo_training import shapes
 from solgen.engine.demo_training.conditioner import Conditioner, picture_patches
 from solgen.engine.demo_training.forward import Layout, RowTables, advance_block, velocity
-from solgen.engine.demo_training.loop import Stage, train
+from solgen.engine.demo_training.loop import Stage, deterministic, train
 from solgen.engine.demo_training.package import write_model
-from solgen.engine.demo_training.recipe import SMOKE, deterministic, train_demo
+from solgen.engine.demo_training.recipe import SMOKE
+from solgen.engine.demo_training.run import train_demo
 from solgen.engine.demo_training.video_vae import encode_means
 
 TINY = shapes.TRANSFORMER | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1}

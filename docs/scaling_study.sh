@@ -4,6 +4,7 @@
 #
 #   bash docs/scaling_study.sh                                                                     on 8 GPUs
 #   KINDS="bf16-overlap fp8-overlap" bash docs/scaling_study.sh                                    with overlap
+#   GPUS=1,2,4 LARGE_GPUS=2,4 bash docs/scaling_study.sh                                           on 4
 #   GPUS=1,2 LARGE_GPUS=1,2 bash docs/scaling_study.sh                                             on 2
 #   GPUS=1,2,4,8 SIZES=demo SMALL="--width 64 --height 64" OUT=study bash docs/scaling_study.sh    without any
 #

@@ -45,7 +45,7 @@ lose_a_rank() { # preset: kill one of the most ranks in its calls; the others mu
     $SOLGEN profile --dummy-weights $SMALL --preset "$1" --attention sol-attn2 --runs 1000 --gpus "$most" \
         >"$work/out" 2>"$work/err" &
     job=$!
-    until grep -q '^warm-up' "$work/err"; do
+    until grep -qs '^warm-up' "$work/err"; do
         if ! kill -0 $job 2>/dev/null; then fail "no rank came to be killed: $(tail -n 1 "$work/err")"; return; fi
         sleep 1
     done

@@ -158,7 +158,7 @@ def scaling(
 
     check_results({"--json": json_path})
     counts = gpu_counts(gpus, names=None, trace=None)
-    reports = [bench_scaling(path, counts, Machine(link=link)) for path in profiles]
+    reports = bench_scaling(profiles, counts, Machine(link=link))
     show(prediction_tables(reports))
     _write(reports, json_path)
 

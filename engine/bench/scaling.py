@@ -11,6 +11,7 @@ takes as long.
 Legend: P GPUs, n = N / P rows of a rank, H heads.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,20 +113,46 @@ def predict(
     }
 
 
-def bench_scaling(path: Path, gpus: Sequence[int], machine: Machine) -> dict[str, Any]:
-    """Predictions for every arm of a profile, beside what was measured if the file holds several numbers of GPUs.
+def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) -> list[dict[str, Any]]:
+    """Predictions for every arm of a profile on one GPU, beside what was measured on several.
+
+    Args:
+        paths: JSON of `solgen profile`. Files with as many rows belong together: the first profile on one GPU is what
+            all is predicted from, and every file with several numbers of GPUs has measured with its own wire.
+        gpus: Numbers of GPUs.
+        machine: Its speeds.
+
+    Returns:
+        A report for every number of rows.
 
     Raises:
-        InputError: if the file is not a profile with one GPU in it.
+        InputError: if none of the files of as many rows holds a profile on one GPU.
     """
-    found = read_object(path)
-    reports = found.get("reports", [found])
-    base = next((report for report in reports if report.get("facts", {}).get("world size") == 1), None)
-    if base is None:
-        raise InputError(f"{path} holds no profile on one GPU; make one with solgen profile --gpus 1 --json")
+    groups: dict[int | None, dict[Path, dict[str, Any]]] = defaultdict(dict)
+    for path in paths:
+        found = read_object(path)
+        groups[_profiles(found)[0].get("facts", {}).get("rows")][path] = found
+    return [_beside(files, gpus, machine) for files in groups.values()]
+
+
+def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Machine) -> dict[str, Any]:
+    bases = {
+        path: profile
+        for path, found in files.items()
+        for profile in _profiles(found)
+        if profile.get("facts", {}).get("world size") == 1
+    }
+    if not bases:
+        names = ", ".join(map(str, files))
+        raise InputError(f"{names}: no profile on one GPU; give one of as many rows, of solgen profile --gpus 1 --json")
+    path, base = next(iter(bases.items()))
     facts = base["facts"]
-    exchanged = facts.get("wire"), facts.get("overlap") == "on"
-    measured = {(row["arm"], row["gpus"], *exchanged): row["call_ms"] for row in found.get("scaling", ())}
+    measured = {}
+    for found in files.values():
+        exchanged = _profiles(found)[0]["facts"]
+        for row in found.get("scaling", ()):
+            key = row["arm"], row["gpus"], exchanged.get("wire"), exchanged.get("overlap") == "on"
+            measured[key] = row["call_ms"]
     rows = []
     for arm in base["arms"]:
         if arm["name"] == "stock":
@@ -136,6 +163,11 @@ def bench_scaling(path: Path, gpus: Sequence[int], machine: Machine) -> dict[str
                     row = predict(base, arm, count, wire=wire, overlap=overlap, machine=machine)
                     rows.append(row | {"measured_ms": measured.get((arm["name"], count, wire, overlap))})
     return {"profile": str(path), "rows": facts["rows"], "machine": vars(machine), "predictions": rows}
+
+
+def _profiles(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of a file: one, or one for each number of GPUs."""
+    return found.get("reports") or [found]
 
 
 def prediction_tables(reports: Sequence[dict[str, Any]]) -> Iterator[Table]:

@@ -34,7 +34,8 @@ class Arm:
         call_ms: Milliseconds of one warm call without instruments.
         peak_bytes: Most device memory of that call.
         calls: Spans of every instrumented call.
-        output: Predictions for video and audio rows of the timed call, in host memory.
+        output: Of the timed call, in host memory: predictions for "video" and "audio" rows, and "attention", every
+            16th channel of what the attention of the middle block adds [1, N, hidden / 16].
     """
 
     name: str
@@ -104,7 +105,8 @@ class Bench:
             SolgenError: if its output is not finite: its time would mean nothing.
         """
         clock = Recorder(self.device)
-        with self._watched(arm) if instruments else nullcontext(), self._set_up(arm):
+        attention = _Sample()
+        with self._watched(arm) if instruments else nullcontext(), self._set_up(arm), attention.of(self.transformer):
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             with clock.span("call"):
@@ -112,7 +114,8 @@ class Bench:
             arm.call_ms = clock.totals()["call"].ms
             if self.device.type == "cuda":
                 arm.peak_bytes = torch.cuda.max_memory_allocated(self.device)
-        outputs = {"video": self.state.noise_pred, "audio": self.state.audio_noise_pred}
+        rows = attention.rows if arm.run.ulysses is None else arm.run.ulysses.gather(attention.rows)
+        outputs = {"video": self.state.noise_pred, "audio": self.state.audio_noise_pred, "attention": rows}
         arm.output = {name: output.cpu().contiguous() for name, output in outputs.items()}
         if not all(bool(torch.isfinite(output).all()) for output in arm.output.values()):
             raise SolgenError(f"{arm.name}: the call's output is not finite; there is no use in timing it")
@@ -149,6 +152,30 @@ class Bench:
         install_attention(self.transformer, arm.run)
         with fused(self.transformer, arm.run.fused), sharded(self.transformer, arm.run.ulysses):
             yield
+
+
+class _Sample:
+    """Some channels of what the middle block's attention adds; all heads go into each.
+
+    Random weights have gates near 0 and attention averages their values away, so that the output of a call would
+    hardly tell wrong attention.
+    """
+
+    rows: torch.Tensor
+
+    @contextmanager
+    def of(self, transformer: MiniMaxH3Transformer3DModel) -> Iterator[None]:
+        """Take it from a call in the body."""
+
+        def take(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+            self.rows = output[..., ::16].clone()
+
+        blocks = transformer.transformer_blocks
+        handle = blocks[len(blocks) // 2].attn.register_forward_hook(take)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 class _Enough(Exception):

@@ -13,6 +13,9 @@ from solgen.engine.profile.breakdown import COMMUNICATION
 from solgen.engine.profile.plan import STOCK
 from solgen.errors import InputError
 
+COMPARED = ("video", "audio", "attention")
+"""Parts of an arm's output, as `solgen.engine.profile.arms.Arm` says."""
+
 
 def gpu_counts(given: str | None, *, names: Sequence[str] | None, trace: Path | None) -> list[int]:
     """Numbers of GPUs of `--gpus 1,2`; none where nothing is given.
@@ -39,7 +42,7 @@ def gpu_counts(given: str | None, *, names: Sequence[str] | None, trace: Path | 
 
 
 def output_file(folder: Path, arm: str, gpus: int) -> Path:
-    """Where a profile leaves the video and audio rows that an arm's timed call predicts."""
+    """Where a profile leaves the output of an arm's timed call."""
     return folder / f"{arm}-{gpus}.safetensors"
 
 
@@ -55,7 +58,8 @@ def scaling(reports: Sequence[dict[str, Any]], outputs: Path) -> list[dict[str, 
         took. `communication_ms` is what the call waits for exchanges, on rank 0 and under the instruments, `hidden_ms`
         what passes behind computation;
         `communication_share` of the instrumented call; `imbalance` by how much the busiest rank computes longer than
-        the mean; `video_error` and `audio_error` the distance of the output to the first report's, over its norm.
+        the mean; `video_error`, `audio_error` and `attention_error` the distance of that part of the output to the
+        first report's, over its norm.
     """
     rows = []
     for place, first in enumerate(reports[0]["arms"]):
@@ -64,7 +68,7 @@ def scaling(reports: Sequence[dict[str, Any]], outputs: Path) -> list[dict[str, 
             arm, gpus = report["arms"][place], report["facts"]["world size"]
             speedup = first["call_ms"] / arm["call_ms"]
             found = load_file(output_file(outputs, arm["name"], gpus))
-            errors = {f"{name}_error": _distance(found[name], expected[name]) for name in ("video", "audio")}
+            errors = {f"{name}_error": _distance(found[name], expected[name]) for name in COMPARED}
             communication = next(row["ms"] for row in arm["modules"] if row["name"] == COMMUNICATION)
             rows.append(
                 {
@@ -107,12 +111,13 @@ def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
         "peak, GiB",
         "error, video",
         "audio",
+        "attention",
         title=f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}",
     )
     for row in rows:
         shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
         waits = (f"{row[name]:,.1f}" for name in ("communication_ms", "hidden_ms"))
-        errors = (f"{row[name]:.1e}" for name in ("video_error", "audio_error"))
+        errors = (f"{row[f'{part}_error']:.1e}" for part in COMPARED)
         peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         times = f"{row['call_ms']:,.1f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
         table.add_row(row["arm"], str(row["gpus"]), *times, *waits, *shares, peak, *errors)

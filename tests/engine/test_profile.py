@@ -5,20 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from solgen.engine.bench.show import show
 from solgen.engine.dummy import RandomWeights, open_dummy
 from solgen.engine.profile.breakdown import breakdown, timed_modules
-from solgen.engine.profile.plan import PROMPT, plan_arms
+from solgen.engine.profile.plan import PROMPT, TEXT_ROWS, plan_arms
 from solgen.engine.profile.recorder import FLIGHT, Recorder, Total
 from solgen.engine.profile.report import busy_ms, hidden_ms
 from solgen.engine.profile.run import profile
+from solgen.engine.profile.scaling import output_file
 from solgen.engine.profile.show import headline, plot, tables
 from solgen.engine.profile.stock import stock_model
 from solgen.engine.request import Options
 from solgen.engine.stages import Silent
 from solgen.errors import InputError
+from solgen.presets.demo.configs import TRANSFORMER as DEMO
 
 CPU = torch.device("cpu")
 SMALL = {"prompt": "a red ball", "preset": "demo", "width": 64, "height": 64, "steps": 2}
@@ -131,6 +134,17 @@ def test_trace_holds_a_call_of_every_arm(tmp_path: Path) -> None:
     profile(plan(names, text_rows=5), Silent(), names=names, runs=1, trace=tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert set(names) <= {event.get("name") for event in events}
+
+
+def test_with_random_weights_only_attention_tells_how_it_attended(tmp_path: Path) -> None:
+    names = ["dense", "block-sparse"]  # drops what is not kept
+    profile(plan(names, density=0.1), Silent(), names=names, runs=0, outputs=tmp_path)
+    dense, sparse = (load_file(output_file(tmp_path, name, 1)) for name in names)
+    rows = sum(dense[name].shape[1] for name in ("video", "audio"))
+    assert dense["attention"].shape == (1, rows + TEXT_ROWS, DEMO["hidden_size"] // 16)
+    distance = {part: float((sparse[part] - dense[part]).norm() / dense[part].norm()) for part in dense}
+    assert max(distance["video"], distance["audio"]) < 5e-3  # passes for the same call
+    assert distance["attention"] > 0.3
 
 
 def test_breakdown_subtracts_nested_groups() -> None:

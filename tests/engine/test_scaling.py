@@ -56,7 +56,7 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, repo
     rows = [{"arm": "sol-attn2", "gpus": gpus, "call_ms": 100.0 * gpus} for gpus in (1, 2)]
     path = tmp_path / "study.json"
     path.write_text(json.dumps({"reports": [report | {"facts": facts}], "scaling": rows}))
-    found = bench_scaling(path, [1, 2, 4], Machine())
+    (found,) = bench_scaling([path], [1, 2, 4], Machine())
     seen = {
         (row["arm"], row["wire"], row["overlap"], row["gpus"]): row["measured_ms"]
         for row in found["predictions"]
@@ -65,6 +65,25 @@ def test_what_was_measured_stands_beside_what_was_predicted(tmp_path: Path, repo
     assert seen == {("sol-attn2", "fp8", True, 1): 100.0, ("sol-attn2", "fp8", True, 2): 200.0}
     show(prediction_tables([found]))
     assert f"predicted, {facts['rows']:,} rows" in capsys.readouterr().out
-    path.write_text(json.dumps(report | {"facts": facts | {"world size": 2}}))
-    with pytest.raises(InputError, match="holds no profile on one GPU"):
-        bench_scaling(path, [1], Machine())
+
+
+def test_files_of_as_many_rows_share_the_profile_on_one_gpu(tmp_path: Path) -> None:
+    alone = [RESULTS / f"profile-{name}.json" for name in ("hyperflow-12s", "1080p15")]
+    report = json.loads(alone[1].read_text())
+    facts = report["facts"] | {"world size": 4, "wire": "fp8", "overlap": "off"}
+    path = tmp_path / "study.json"
+    rows = [{"arm": "sol-attn2", "gpus": 4, "call_ms": 9999.0}]
+    path.write_text(json.dumps({"reports": [report | {"facts": facts}], "scaling": rows}))
+    with pytest.raises(InputError, match="no profile on one GPU"):
+        bench_scaling([path, alone[0]], [4], Machine())
+    large, small = bench_scaling([path, *alone[::-1]], [4], Machine())
+    assert [(report["profile"], report["rows"]) for report in (large, small)] == [
+        (str(alone[1]), 219_524),
+        (str(alone[0]), 83_061),
+    ]
+    measured = [row for row in large["predictions"] if row["measured_ms"] is not None]
+    assert [(row["arm"], row["wire"], row["overlap"], row["measured_ms"]) for row in measured] == [
+        ("sol-attn2", "fp8", False, 9999.0)
+    ]
+    assert measured[0]["call_ms"] == row(report, "sol-attn2", 4, "fp8")["call_ms"]
+    assert all(row["measured_ms"] is None for row in small["predictions"])

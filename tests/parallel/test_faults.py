@@ -17,6 +17,7 @@ from solgen.engine.batch import Job
 from solgen.engine.request import Options, resolve
 from solgen.parallel.launch import RankError, launch
 from solgen.presets.demo import demo_model_path
+from tests.parallel.exchanging import lose
 from tests.parallel.on_ranks import fail
 
 LIMIT = 30.0
@@ -72,6 +73,16 @@ def test_a_failing_rank_ends_the_job(
     assert multiprocessing.active_children() == []
     assert len(list(pids.iterdir())) == 2
     assert not any(Path("/proc", path.read_text()).exists() for path in pids.iterdir())
+
+
+def test_a_killed_rank_of_eight_ends_the_other_seven(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match=r"^rank 5 was ended by SIGKILL; is there enough memory\?$"):
+        launch(lose, 5, tmp_path, num_ranks=8)
+    killed = (tmp_path / "5").stat().st_mtime
+    assert time.time() - killed < LIMIT
+    assert "".join(capfd.readouterr()) == ""
+    assert len(list(tmp_path.iterdir())) == 8
+    assert not any(Path("/proc", path.read_text()).exists() for path in tmp_path.iterdir())
 
 
 def wait_for_group(group: int) -> None:

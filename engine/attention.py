@@ -308,9 +308,8 @@ class BlockAttention:
         """Attention over all rows with this rank's heads, [1, N, h, D]; `norm` is what queries and keys lack."""
         with self.run.stage("operator"):
             if not dense:
-                return self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)), norm=norm).transpose(
-                    1, 2
-                )
+                heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+                return self._attend(*heads, norm=norm).transpose(1, 2)
             with self.run.stage("dense"):
                 return dense_attention(query, key, value, self.run.dense)
 

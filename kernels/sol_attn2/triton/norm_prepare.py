@@ -12,7 +12,8 @@ Keys are read twice, the first time for their mean; without smoothing once.
 
 Heads are read as two halves of 64 channels that hold what is rotated together in one place, so nothing crosses threads
 but the sum of squares. Programs take several heads of the same rows: their angles come from registers or L1. Row
-strides are compiled in, so that the tokens of a unit share one address.
+strides are compiled in, so that the tokens of a unit share one address. Angles are loaded behind rows: Triton lays out
+what follows as the last loads are, else as the sums of squares, and rows would go through shared memory.
 
 Legend: as in `prepare`; R rotated channels (96 of 128). Angles are [N, R / 2], one a pair of channels.
 """
@@ -34,7 +35,6 @@ MEAN_HEADS, HEADS = 2, 4
 
 REGISTERS = 128
 """Of a thread, so that four programs share a multiprocessor."""
-
 
 ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 """Two FP32 to bf16, in one instruction and in its place: moved to its uses, what it reads would fill the registers."""
@@ -70,7 +70,7 @@ def _load_rows(p_first, p_second, m_r, eps):
     b_sum = sum_eights(b_first, b_second, R * 8)
     b_sum = tl.sum(tl.reshape(b_sum, [R, 2, 4]), 1)
     b_sum = tl.sum(tl.reshape(b_sum, [R, 2, 2]), 1)
-    return b_first, b_second, inverse_rms(tl.sum(b_sum, 1), eps, 128)[:, None]
+    return b_first, b_second, inverse_rms(tl.sum(b_sum, 1), eps, 2 * b_first.shape[1])[:, None]
 
 
 @triton.jit

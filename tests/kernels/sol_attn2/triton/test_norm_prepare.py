@@ -160,12 +160,13 @@ def test_machine_code(compile_sm90, monkeypatch):
     # Nothing but the sums of 16 rows at the end crosses warps.
     assert mean.count("STS") <= 60 * kernels.MEAN_HEADS
 
-    quantize = {"SHIFT": True, "INTEGER": False, "HEADS": kernels.HEADS}
-    code = compile_sm90(kernels._quantize_kernel, types, sizes | quantize, num_warps=4)
-    assert code.stack_bytes == 0
-    assert code.stray_merges() == []
-    assert code.count("F2FP.SATFINITE.E4M3") == code.count("F2FP.BF16") == 32
-    assert code.count(r"F2F\.") == 0
-    assert code.count("LDG.E.64") == 18  # 16 of rows, 2 of weights
-    assert code.count("LDG.E.128") == 18  # 8 of each angle, 2 of the mean
-    assert code.count("STS") <= 6  # the largest magnitude of the block
+    for shift in (False, True):
+        quantize = {"SHIFT": shift, "INTEGER": False, "HEADS": kernels.HEADS}
+        code = compile_sm90(kernels._quantize_kernel, types, sizes | quantize, num_warps=4)
+        assert code.stack_bytes == 0
+        assert code.stray_merges() == []
+        assert code.count("F2FP.SATFINITE.E4M3") == code.count("F2FP.BF16") == 32
+        assert code.count(r"F2F\.") == 0
+        assert code.count("LDG.E.64") == 18  # 16 of rows, 2 of weights
+        assert code.count("LDG.E.128") == 16 + 2 * shift  # 8 of either table of angles, 2 of the mean
+        assert code.count("STS") <= 6  # the largest magnitude of the block

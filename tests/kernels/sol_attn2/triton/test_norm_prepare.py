@@ -10,7 +10,9 @@ import triton
 from solgen.kernels.fused import qk_norm_rope
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.norm_rope import NormRope
+from solgen.kernels.sol_attn2.triton import forward
 from solgen.kernels.sol_attn2.triton import norm_prepare as kernels
+from solgen.kernels.sol_attn2.triton.forward import sol_attn2_forward
 from solgen.kernels.sol_attn2.triton.norm_prepare import norm_prepare
 from solgen.kernels.sol_attn2.triton.prepare import prepare
 from tests.kernels.fused.cases import leave_poison
@@ -34,8 +36,8 @@ def make_norm(rows, device, dtype, pairs=48):
     return NormRope(weights[0], weights[1], cos, sin, eps=1e-5)
 
 
-def two_steps(query, key, value, norm, config):
-    """`prepare` of what `qk_norm_rope` writes."""
+def normed_before(query, key, norm):
+    """Query and key as `qk_norm_rope` writes them, [B, H, N, 128]."""
     cos, sin = (torch.cat([table, table], dim=1) for table in (norm.cos, norm.sin))
     normed = [
         qk_norm_rope(
@@ -50,15 +52,14 @@ def two_steps(query, key, value, norm, config):
         )
         for b in range(len(query))
     ]
-    query, key = (torch.stack([x.transpose(0, 1) for x in pair]) for pair in zip(*normed, strict=True))
-    return prepare(query, key, value, config=config)
+    return tuple(torch.stack([x.transpose(0, 1) for x in pair]) for pair in zip(*normed, strict=True))
 
 
 def check(query, key, value, norm, config):
     """Every operand, bit for bit; -0 and 0 differ."""
     leave_poison(query.device, query.numel())
     operands = norm_prepare(query, key, value, norm=norm, config=config)
-    for name, expected in vars(two_steps(query, key, value, norm, config)).items():
+    for name, expected in vars(prepare(*normed_before(query, key, norm), value, config=config)).items():
         got = getattr(operands, name)
         if torch.is_tensor(expected):
             assert got.dtype == expected.dtype, name
@@ -121,6 +122,16 @@ def test_extreme_rows(device, packed_qkv):
     key[0, 1, 5] *= 1e15
     key[0, 1, 6] *= 1e-15
     check(query, key, value, make_norm(130, device, torch.bfloat16), SolAttn2Config(smooth_key=False))
+
+
+@pytest.mark.gpu
+def test_a_whole_call_in_groups_of_heads(device, packed_qkv, monkeypatch):
+    query, key, value = packed_qkv(70, 2, device)
+    norm = make_norm(70, device, torch.bfloat16)
+    options = {"video_rows": None, "scale": None, "impl": "triton", "details": False}
+    expected = sol_attn2_forward(*normed_before(query, key, norm), value, config=SolAttn2Config(), **options)
+    monkeypatch.setattr(forward, "GROUP_BYTES", forward.head_bytes(2))
+    assert torch.equal(sol_attn2_forward(query, key, value, config=SolAttn2Config(), norm=norm, **options), expected)
 
 
 @pytest.mark.gpu

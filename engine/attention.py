@@ -16,13 +16,20 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 
 from solgen.engine.dense import Dense, choose_dense, dense_attention
-from solgen.engine.exchange import OperandExchange
+from solgen.engine.exchange import BACKENDS, OperandExchange
 from solgen.engine.linear import shared_rows
 from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
 from solgen.kernels.block_sparse.validation import choose_impl
 from solgen.kernels.sol_attn1 import SolAttn1Config, sol_attn1
-from solgen.kernels.sol_attn2 import NonFiniteError, SolAttn2Config, SolAttn2Details, fastest_impl, sol_attn2
+from solgen.kernels.sol_attn2 import (
+    NonFiniteError,
+    NormRope,
+    SolAttn2Config,
+    SolAttn2Details,
+    fastest_impl,
+    sol_attn2,
+)
 from solgen.kernels.sol_attn2.config import HEAD_DIM
 from solgen.kernels.sol_attn2.density import share_histogram, solve_epsilon
 from solgen.kernels.sol_attn2.details import Stage
@@ -41,7 +48,7 @@ class AttentionRun:
         video_rows: Rows that may be sparse, [N] bool, on the device.
         dense: Kernel of the dense blocks.
         ulysses: Exchanges with the ranks that share the sequence; None when there are none.
-        fused: Whether the norms and angles of queries and keys are one kernel.
+        fused: Whether the norms and angles of queries and keys are one kernel, or part of the operator.
         parallel: How the ranks exchange.
         step: Denoiser call in progress, from 0.
         densities: Per finished or running call, kept share of the eligible block pairs by block number, 0-d
@@ -126,6 +133,15 @@ class AttentionRun:
         return means.float().tolist()
 
     @property
+    def norms_in_operator(self) -> bool:
+        """Whether sparse calls of Sol-Attn2 get queries and keys as the projections leave them.
+
+        Ranks exchange heads in between, and a calibration call looks at normed ones.
+        """
+        backend = self.settings.backend
+        return self.fused and backend in BACKENDS and self.ulysses is None and self.histogram is None
+
+    @property
     def solves_density(self) -> bool:
         """Whether a calibration call has to find the router's threshold."""
         return self.settings.density is not None and self.settings.backend in ROUTED
@@ -167,9 +183,16 @@ def check_attention(settings: Attention, device: torch.device, num_blocks: int) 
 
 
 def attend(
-    run: AttentionRun, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    run: AttentionRun,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    norm: NormRope | None = None,
 ) -> tuple[torch.Tensor, SolAttn2Details]:
-    """One call of the request's sparse operator on [B, H, N, 128] views; the output has their shape."""
+    """One call of the request's sparse operator on [B, H, N, 128] views; the output has their shape.
+
+    Only Sol-Attn2 takes queries and keys that lack their `norm`.
+    """
     settings, rows = run.settings, run.video_rows
     if settings.backend in ("sol-attn1", "block-sparse"):
         impl = choose_impl(query, run.impl)
@@ -181,7 +204,7 @@ def attend(
             return sol_attn1(query, key, value, config=config, video_rows=rows, impl=impl, details=True)
     run.computed_by = run.impl or fastest_impl(query, run.config)
     return sol_attn2(
-        query, key, value, config=run.config, video_rows=rows, impl=run.impl, details=True, stage=run.stage
+        query, key, value, config=run.config, video_rows=rows, norm=norm, impl=run.impl, details=True, stage=run.stage
     )
 
 
@@ -217,12 +240,17 @@ class BlockAttention:
             rows = shared_rows(hidden_states, attn.to_q, attn.to_k, attn.to_v)
         value = attn.to_v(rows).unflatten(-1, (attn.heads, -1))
 
-        def query_and_key() -> tuple[torch.Tensor, torch.Tensor]:
+        def project() -> tuple[torch.Tensor, torch.Tensor]:
             query, key = (projection(rows).unflatten(-1, (attn.heads, -1)) for projection in (attn.to_q, attn.to_k))
-            return self._norm_and_rotate(attn, query, key, rotary_emb)
+            return query, key
+
+        def query_and_key() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._norm_and_rotate(attn, *project(), rotary_emb)
 
         dense = not self.sparse or (run.step < run.settings.dense_steps and run.histogram is None)
-        if run.ulysses is None:
+        if run.norms_in_operator and not dense:
+            output = self._operate(*project(), value, dense, _norm_of(attn, rotary_emb))
+        elif run.ulysses is None:
             output = self._operate(*query_and_key(), value, dense)
         elif run.parallel.wire == "fp8" and not dense and run.histogram is None:
             output = self._attend_operands(run.ulysses, query_and_key, value)
@@ -269,11 +297,19 @@ class BlockAttention:
             run.computed_by = run.impl or fastest_impl(operands.q_codes, run.config)
         return exchange.to_rows(output, sent)
 
-    def _operate(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool) -> torch.Tensor:
-        """Attention over all rows with this rank's heads, [1, N, h, D]."""
+    def _operate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
+        norm: NormRope | None = None,
+    ) -> torch.Tensor:
+        """Attention over all rows with this rank's heads, [1, N, h, D]; `norm` is what queries and keys lack."""
         with self.run.stage("operator"):
             if not dense:
-                return self._attend(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+                heads = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+                return self._attend(*heads, norm=norm).transpose(1, 2)
             with self.run.stage("dense"):
                 return dense_attention(query, key, value, self.run.dense)
 
@@ -298,12 +334,14 @@ class BlockAttention:
             query, key = _apply_rotary_emb(query, *rotary_emb), _apply_rotary_emb(key, *rotary_emb)
         return query, key
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, norm: NormRope | None
+    ) -> torch.Tensor:
         """The sparse operator on [1, H, N, 128] views; books its density."""
         run = self.run
         if run.histogram is not None:
             run.histogram += share_histogram(query, key, video_rows=run.video_rows)
-        return self._booked(lambda: attend(run, query, key, value), query.shape[1], query.dtype)
+        return self._booked(lambda: attend(run, query, key, value, norm), query.shape[1], query.dtype)
 
     def _booked(
         self, call: Callable[[], tuple[torch.Tensor, SolAttn2Details]], heads: int, dtype: torch.dtype
@@ -321,6 +359,13 @@ class BlockAttention:
         run.densities[run.step][self.block] = details.density
         run.kept[self.block] = details.density_all
         return output
+
+
+def _norm_of(attn: MiniMaxH3Attention, rotary_emb: tuple[torch.Tensor, torch.Tensor] | None) -> NormRope:
+    """What the projections' queries and keys lack; the model's tables hold every angle twice, once for either half."""
+    assert rotary_emb is not None
+    cos, sin = (table[:, : table.shape[1] // 2] for table in rotary_emb)
+    return NormRope(attn.norm_q.weight, attn.norm_k.weight, cos, sin, attn.norm_q.eps)
 
 
 def install_attention(transformer: MiniMaxH3Transformer3DModel, run: AttentionRun) -> None:

@@ -11,6 +11,10 @@ products and their sum (diffusers, `_apply_rotary_emb`).
 Heads are read in tiles of 16 channels, two threads a head. A channel and the one it is rotated with lie in the same
 place of two tiles, so nothing crosses threads but the sum of squares.
 
+The order of that sum and every rounding point are fixed, whatever a thread holds: squares are added over pairs of
+tiles, then over eight channels by neighbours, then halves onto halves; x / rms comes before the weight, and `rotate`
+before the one rounding. So Sol-Attn2's `norm_prepare` gets the same bits from another layout.
+
 Legend: N rows, H heads, D channels of a head, R rotated ones (96 of 128).
 """
 
@@ -56,6 +60,36 @@ def _rotate(x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch
     return torch.cat([rotary, rest], dim=-1).to(x.dtype)
 
 
+@triton.jit
+def sum_eights(b_first, b_second, M: tl.constexpr):
+    """Squares of two tiles, summed over both and over every eight of their M * 8 channels, [M]."""
+    b_sum = tl.fma(b_first, b_first, b_second * b_second)
+    b_sum = tl.sum(tl.reshape(b_sum, [M, 4, 2]), 2)
+    return tl.sum(tl.sum(tl.reshape(b_sum, [M, 2, 2]), 2), 1)
+
+
+@triton.jit
+def inverse_rms(b_squares, eps, D: tl.constexpr):
+    """1 / sqrt(mean + eps) from sums of D squares; no branch, and as exact as a rounded root and quotient."""
+    return tl.rsqrt(b_squares * (1.0 / D) + eps)
+
+
+@triton.jit
+def rotate(b_first, b_second, b_cos, b_sin):
+    """One half of the rotation: first cos + second sin."""
+    return tl.fma(b_first, b_cos, b_second * b_sin)
+
+
+@triton.jit
+def _add_halves(parts):
+    """The second half of a tuple added to the first; of an odd number the one in the middle stays as it is."""
+    half: tl.constexpr = (len(parts) + 1) // 2
+    added: tl.tuple = ()
+    for i in tl.static_range(half):
+        added += (parts[i] + parts[i + half] if i + half < len(parts) else parts[i],)
+    return added
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_heads"])
 def _norm_rope_kernel(
     p_x,
@@ -85,24 +119,35 @@ def _norm_rope_kernel(
     p_cos += o_n * stride_cos + o_d
     p_sin += o_n * stride_sin + o_d
 
+    TILES: tl.constexpr = D // TILE
+    HALF: tl.constexpr = ROTARY // TILE // 2
+    REST: tl.constexpr = (TILES - 2 * HALF + 1) // 2  # pairs of tiles that are not rotated
     b_x: tl.tuple = ()
-    b_squares = tl.zeros([HEADS, TILE], tl.float32)
-    for t in tl.static_range(D // TILE):
-        b_tile = tl.load(p_x + t * TILE, mask=m_p, other=0.0).to(tl.float32)
-        b_squares += b_tile * b_tile
-        b_x += (b_tile,)
-    b_inverse = tl.div_rn(tl.full([HEADS], 1.0, tl.float32), tl.sqrt_rn(tl.sum(b_squares, 1) / D + eps))[:, None]
+    for t in tl.static_range(TILES):
+        b_x += (tl.load(p_x + t * TILE, mask=m_p, other=0.0).to(tl.float32),)
+    b_sums: tl.tuple = ()
+    for t in tl.static_range(HALF):
+        b_sums += (sum_eights(b_x[t], b_x[t + HALF], HEADS * (TILE // 8)),)
+    for t in tl.static_range(2 * HALF, 2 * HALF + REST):
+        b_second = b_x[t + REST] if t + REST < TILES else tl.zeros_like(b_x[t])
+        b_sums += (sum_eights(b_x[t], b_second, HEADS * (TILE // 8)),)
+    for _ in tl.static_range(TILES):
+        b_sums = _add_halves(b_sums)  # until one is left
+    b_squares = tl.sum(tl.reshape(b_sums[0], [HEADS, TILE // 8]), 1)
+    b_inverse = inverse_rms(b_squares, eps, D)[:, None]
     b_u: tl.tuple = ()
-    for t in tl.static_range(D // TILE):
+    for t in tl.static_range(TILES):
         b_u += (b_x[t] * b_inverse * tl.load(p_weight + t * TILE + o_d).to(tl.float32),)
 
-    HALF: tl.constexpr = ROTARY // TILE // 2
-    for t in tl.static_range(D // TILE):
+    for t in tl.static_range(TILES):
         b_y = b_u[t]
         if t < 2 * HALF:
             b_cos = tl.load(p_cos + t * TILE, mask=m_p, other=0.0)
             b_sin = tl.load(p_sin + t * TILE, mask=m_p, other=0.0)
-            b_y = b_y * b_cos + (-b_u[t + HALF] if t < HALF else b_u[t - HALF]) * b_sin
+            if t < HALF:
+                b_y = rotate(b_y, b_u[t + HALF], b_cos, b_sin * -1.0)
+            else:
+                b_y = rotate(b_y, b_u[t - HALF], b_cos, b_sin)
         tl.store(p_out + t * TILE, b_y.to(p_out.dtype.element_ty), mask=m_p)
 
 

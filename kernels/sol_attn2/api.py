@@ -7,6 +7,7 @@ import torch
 
 from solgen.kernels.sol_attn2.config import SolAttn2Config
 from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
+from solgen.kernels.sol_attn2.norm_rope import NormRope
 from solgen.kernels.sol_attn2.reference.forward import sol_attn2_reference
 from solgen.kernels.sol_attn2.validation import IMPLS, validate_finite, validate_gpu, validate_inputs
 
@@ -21,6 +22,7 @@ def sol_attn2(
     *,
     config: SolAttn2Config,
     video_rows: torch.Tensor | None = None,
+    norm: NormRope | None = None,
     scale: float | None = None,
     impl: Impl | None = None,
     details: Literal[False] = False,
@@ -36,6 +38,7 @@ def sol_attn2(
     *,
     config: SolAttn2Config,
     video_rows: torch.Tensor | None = None,
+    norm: NormRope | None = None,
     scale: float | None = None,
     impl: Impl | None = None,
     details: Literal[True],
@@ -50,6 +53,7 @@ def sol_attn2(
     *,
     config: SolAttn2Config,
     video_rows: torch.Tensor | None = None,
+    norm: NormRope | None = None,
     scale: float | None = None,
     impl: Impl | None = None,
     details: bool = False,
@@ -64,6 +68,8 @@ def sol_attn2(
         config: Router, tail and precision.
         video_rows: True where a row is video, [N] bool; None means all. Query blocks of 64 rows with any text
             or audio row attend to every key block.
+        norm: RMSNorm and rotary angles that query and key still lack, as they come from the projections: on a GPU they
+            are normed while they are quantised and nothing of 16 bit is written. None if they are as they are compared.
         scale: Softmax scale, 128^-0.5 by default.
         impl: Who computes it. An explicit choice never falls back to another; None takes the fastest that
             covers the inputs.
@@ -78,11 +84,15 @@ def sol_attn2(
             or a router score is not finite.
     """
     validate_inputs(query, key, value, video_rows)
+    if norm is not None:
+        norm.check(query)
     if impl is not None and impl not in IMPLS:
         raise ValueError(f"impl is {impl!r}; expected None or one of {', '.join(IMPLS)}")
     chosen = impl or fastest_impl(query, config)
     if chosen == "reference":
         validate_finite(query=query, key=key, value=value)
+        if norm is not None:
+            query, key = norm.apply(query, key)
         output, report = sol_attn2_reference(
             query, key, value, config=config, video_rows=video_rows, scale=scale, stage=stage
         )
@@ -101,6 +111,7 @@ def sol_attn2(
         impl=chosen,
         details=details,
         stage=stage,
+        norm=norm,
     )
 
 

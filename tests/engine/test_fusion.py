@@ -19,6 +19,8 @@ from solgen.engine.generate import generate
 from solgen.engine.profile.breakdown import breakdown, timed_modules
 from solgen.engine.profile.recorder import Recorder
 from solgen.errors import InputError
+from solgen.kernels.sol_attn2.density import empty_histogram
+from solgen.parallel.ulysses import Ulysses
 from solgen.presets.demo import demo_model_path
 from solgen.presets.schema import Attention
 from tests.engine.fusion_oracle import exact_blocks, make_inputs, make_transformer, run_blocks
@@ -189,6 +191,68 @@ def test_the_parts_of_a_profiled_call_still_add_up() -> None:
     wholes = [row["ms"] for row in breakdown(totals) if row["part_of"] is None]
     assert sum(wholes) == pytest.approx(totals["call"].ms, rel=1e-6)
     assert all(part >= 0 for part in wholes)
+
+
+def demo_call(run_type=AttentionRun, *, fuse=True, histogram=None, spoil=False, **attention):
+    """Outputs of one call of the demo model; `spoil` takes eps off the norms of queries and keys."""
+    model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32).eval()
+    for block in model.transformer_blocks:
+        block.attn.norm_q.eps = 0.0 if spoil else block.attn.norm_q.eps
+    inputs, order = packed(20)
+    run = run_type.start(Attention(**({"dense_blocks": "0,5"} | attention)), order.video_rows, fused=fuse)
+    run.begin_step(0)
+    run.histogram = histogram
+    install_attention(model, run)
+    with torch.no_grad(), fused(model, fuse):
+        return model(**inputs)
+
+
+class NormedBefore(AttentionRun):
+    """Norms queries and keys in an op of their own, as several ranks do."""
+
+    norms_in_operator = False
+
+
+@pytest.mark.parametrize("backend", ["sol-attn2", "fp8"])
+def test_norms_inside_the_operator_change_no_bit(backend: str) -> None:
+    inside, before = (demo_call(kind, backend=backend, epsilon=-0.5) for kind in (AttentionRun, NormedBefore))
+    assert all(map(torch.equal, inside, before))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("rows", [63, 1001])
+def test_norms_inside_the_operator_change_no_bit_on_a_gpu(rows: int) -> None:
+    model = make_transformer(torch.device("cuda"), torch.bfloat16, num_layers=2, num_refiner_layers=1)
+    inputs, outputs = make_inputs(model, rows), []
+    for run_type in (AttentionRun, NormedBefore):
+        settings = Attention(dense_blocks="", epsilon=-0.5)
+        run = run_type.start(settings, torch.ones(rows, dtype=torch.bool, device="cuda"), fused=True)
+        run.begin_step(0)
+        install_attention(model, run)
+        with fused(model, True):
+            outputs.append(run_blocks(model, *inputs))
+    assert all(map(torch.equal, *outputs))
+
+
+def test_where_the_operator_norms() -> None:
+    """The operator refuses norms without an eps: so it shows who hands them over."""
+    for backend in ("sol-attn2", "fp8"):
+        with pytest.raises(ValueError, match=r"eps is 0\.0"):
+            demo_call(backend=backend, spoil=True)
+    for apart in (
+        {"fuse": False},
+        {"backend": "dense"},
+        {"backend": "block-sparse"},
+        {"backend": "sol-attn1"},
+        {"dense_steps": 1},
+        {"dense_blocks": "0-5"},
+        {"histogram": empty_histogram(CPU)},  # a calibration call sees normed queries and keys
+    ):
+        assert all(output.isfinite().all() for output in demo_call(spoil=True, **apart))
+    rows = torch.ones(130, dtype=torch.bool)
+    assert AttentionRun.start(Attention(), rows, fused=True).norms_in_operator
+    assert not AttentionRun.start(Attention(), rows, Ulysses(None, 0, (64, 66)), fused=True).norms_in_operator
 
 
 def test_when_a_request_runs_fused() -> None:

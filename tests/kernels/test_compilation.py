@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 from triton.runtime.jit import JITFunction
 
-from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.kernels.sol_attn2 import NormRope, SolAttn2Config, sol_attn2
 from solgen.kernels.sol_attn2.density import share_histogram
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -46,7 +46,8 @@ def test_no_kernel_is_compiled_for_a_length(kernel) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("tail", ["slots", "anchors", "none"])
-def test_a_second_length_compiles_nothing(tail: str) -> None:
+@pytest.mark.parametrize("raw", [False, True], ids=["normed", "raw"])
+def test_a_second_length_compiles_nothing(tail: str, raw: bool) -> None:
     compiled: list[str] = []
 
     def call(num_rows: int) -> list[str]:
@@ -54,7 +55,10 @@ def test_a_second_length_compiles_nothing(tail: str) -> None:
         query, key, value = torch.randn(3, 1, 3, num_rows, 128, dtype=torch.bfloat16, device="cuda")
         video = torch.arange(num_rows, device="cuda") < num_rows - 100
         share_histogram(query, key, video_rows=video)
-        sol_attn2(query, key, value, config=SolAttn2Config(epsilon=0.1, tail=tail), video_rows=video, details=True)
+        angles = torch.ones(num_rows, 96, device="cuda")[:, :48]
+        norm = NormRope(query.new_ones(128), query.new_ones(128), angles, angles, 1e-5) if raw else None
+        config = SolAttn2Config(epsilon=0.1, tail=tail)
+        sol_attn2(query, key, value, config=config, video_rows=video, norm=norm, details=True)
         return list(compiled)
 
     hook = triton.knobs.runtime.jit_post_compile_hook

@@ -25,7 +25,7 @@ from solgen.engine.repository import open_repository
 from solgen.engine.sharding import sharded
 from solgen.engine.stages import Silent, Stages
 from solgen.errors import SolgenError
-from solgen.kernels.sol_attn2 import SolAttn2Config, sol_attn2
+from solgen.kernels.sol_attn2 import NormRope, SolAttn2Config, sol_attn2
 from solgen.kernels.sol_attn2.density import log_shares
 from solgen.kernels.sol_attn2.wire import attend_operands
 from solgen.parallel.agree import gather, joined
@@ -81,11 +81,14 @@ class Recorded(BlockAttention):
         super().__init__(block, run, sparse=True)
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, norm: NormRope | None
+    ) -> torch.Tensor:
+        assert norm is None, "log shares are those of normed queries and keys"
         rows, config = self.run.video_rows, self.run.config
         _, details = sol_attn2(query, key, value, config=config, video_rows=rows, details=True)
         self.seen.append((details.route, log_shares(query, key)))
-        return super()._attend(query, key, value)
+        return super()._attend(query, key, value, norm=norm)
 
 
 def measure(job: Job) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def scale_of(amax):
 def divide(b_x, b_scale, b_inverse):
     """x / scale, correctly rounded, from the correctly rounded inverse of the scale."""
     b_quotient = b_x * b_inverse
-    return tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
+    # Times -1 is a sign of an operand; Triton's unary minus is 0 - x, an operation an element.
+    return tl.fma(tl.fma(b_quotient, b_scale * -1.0, b_x), b_inverse, b_quotient)
 
 
 @triton.jit

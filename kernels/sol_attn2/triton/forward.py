@@ -13,8 +13,10 @@ import torch
 
 from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, SLOTS, SolAttn2Config
 from solgen.kernels.sol_attn2.details import SolAttn2Details, Stage
+from solgen.kernels.sol_attn2.norm_rope import NormRope
 from solgen.kernels.sol_attn2.reference.blocks import mixed_blocks
 from solgen.kernels.sol_attn2.triton.histogram import add_share_histogram
+from solgen.kernels.sol_attn2.triton.norm_prepare import norm_prepare
 from solgen.kernels.sol_attn2.triton.operands import Operands, Tail
 from solgen.kernels.sol_attn2.triton.prepare import pool_rows, prepare
 from solgen.kernels.sol_attn2.triton.route import block_masses, poison, select
@@ -53,6 +55,7 @@ def sol_attn2_forward(
     impl: Literal["triton", "gluon"],
     details: bool,
     stage: Stage = nullcontext,
+    norm: NormRope | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, SolAttn2Details]:
     """Sol-Attn2 of [B, H, N, 128] views with unit stride along the channels; see `sol_attn2`.
 
@@ -65,7 +68,8 @@ def sol_attn2_forward(
     output = query.new_empty(batch, num_rows, heads, head_dim).transpose(1, 2)
 
     def operands(b: int, group: slice) -> Operands:
-        return prepare(*(x[b : b + 1, group] for x in (query, key, value)), config=config)
+        heads = [x[b : b + 1, group] for x in (query, key, value)]
+        return prepare(*heads, config=config) if norm is None else norm_prepare(*heads, norm=norm, config=config)
 
     report = attend_groups(
         operands,

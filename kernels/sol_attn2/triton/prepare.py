@@ -24,6 +24,56 @@ from solgen.kernels.sol_attn2.triton.operands import Operands
 from solgen.kernels.sol_attn2.triton.statistics import key_mean, value_mean_and_scale
 
 
+@triton.jit
+def quantize_block(
+    b_parts,
+    channels,
+    i_g,
+    i_b,
+    num_rows,
+    num_blocks,
+    p_mean,
+    p_codes,
+    p_scale,
+    p_units,
+    SHIFT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Write codes, scale and unit means of block i_b of head i_g; for pointers see `_quantize_rows_kernel`.
+
+    b_parts[p][t] holds tokens t of the 8 units, channels[p] of them, as fp32 [8, W]; rows past the end are zero.
+    """
+    o_u = tl.arange(0, 8)[:, None]
+    o_r = i_b * 64 + o_u * 8
+    i_block = (i_g * num_blocks + i_b).to(tl.int64)
+    b_count = tl.minimum(tl.maximum(num_rows - o_r, 1), 8).to(tl.float32)
+    b_inverse = tl.div_rn(tl.full([8, 1], 1.0, tl.float32), b_count)
+    b_amax = tl.zeros_like(b_parts[0][0])
+    b_shifted: tl.tuple = ()
+    for p in tl.static_range(len(b_parts)):
+        o_d = channels[p][None, :]
+        b_sum = tl.zeros_like(b_amax)
+        for t in tl.static_range(8):
+            b_sum += b_parts[p][t]
+        b_units = divide(b_sum, b_count, b_inverse)
+        tl.store(p_units + i_block * (8 * D) + o_u * D + o_d, b_units.to(tl.float16))
+        b_mean = tl.zeros([1, 1], tl.float32)
+        if SHIFT:
+            b_mean = tl.load(p_mean + i_g * D + channels[p])[None, :]
+        for t in tl.static_range(8):
+            b_token = tl.where(o_r + t < num_rows, b_parts[p][t] - b_mean, 0.0)
+            b_amax = tl.maximum(b_amax, tl.abs(b_token))
+            b_shifted += (b_token,)
+    b_scale = scale_of(tl.max(tl.max(b_amax, 0), 0))
+    b_inverse = tl.div_rn(1.0, b_scale)
+    tl.store(p_scale + i_block, b_scale)
+    for p in tl.static_range(len(b_parts)):
+        p_out = p_codes + i_block * (64 * D) + o_u * (8 * D) + channels[p][None, :]
+        for t in tl.static_range(8):
+            tl.store(p_out + t * D, encode(divide(b_shifted[8 * p + t], b_scale, b_inverse), INTEGER))
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_blocks"])
 def _quantize_rows_kernel(
     p_x,
@@ -47,34 +97,11 @@ def _quantize_rows_kernel(
     o_r = i_b * 64 + o_u * 8
     p_x += (i_g // num_heads).to(tl.int64) * stride_batch + (i_g % num_heads).to(tl.int64) * stride_head
     p_x += o_r.to(tl.int64)[:, None] * stride_row + o_d[None, :]
-    i_block = (i_g * num_blocks + i_b).to(tl.int64)
-    o_out = o_u[:, None] * D + o_d[None, :]
 
     b_x: tl.tuple = ()
-    b_sum = tl.zeros([8, D], tl.float32)
-    for t in tl.static_range(8):
-        b_token = tl.load(p_x + t * stride_row, mask=(o_r + t < num_rows)[:, None], other=0.0).to(tl.float32)
-        b_sum += b_token
-        b_x += (b_token,)  # 8 tokens of [8 units, D]
-    b_count = tl.minimum(tl.maximum(num_rows - o_r, 1), 8).to(tl.float32)[:, None]
-    b_units = divide(b_sum, b_count, tl.div_rn(tl.full([8, 1], 1.0, tl.float32), b_count))
-    tl.store(p_units + i_block * (8 * D) + o_out, b_units.to(tl.float16))
-
-    b_mean = tl.zeros([1, D], tl.float32)
-    if SHIFT:
-        b_mean = tl.load(p_mean + i_g * D + o_d)[None, :]
-    b_shifted: tl.tuple = ()
-    b_amax = tl.zeros([8, D], tl.float32)
-    for t in tl.static_range(8):
-        b_token = tl.where((o_r + t < num_rows)[:, None], b_x[t] - b_mean, 0.0)
-        b_amax = tl.maximum(b_amax, tl.abs(b_token))
-        b_shifted += (b_token,)
-    b_scale = scale_of(tl.max(tl.max(b_amax, 0), 0))
-    b_inverse = tl.div_rn(1.0, b_scale)
-    p_codes += i_block * (64 * D) + o_u[:, None] * (8 * D) + o_d[None, :]
-    for t in tl.static_range(8):
-        tl.store(p_codes + t * D, encode(divide(b_shifted[t], b_scale, b_inverse), INTEGER))
-    tl.store(p_scale + i_block, b_scale)
+    for t in tl.static_range(8):  # 8 tokens of [8 units, D]
+        b_x += (tl.load(p_x + t * stride_row, mask=(o_r + t < num_rows)[:, None], other=0.0).to(tl.float32),)
+    quantize_block((b_x,), (o_d,), i_g, i_b, num_rows, num_blocks, p_mean, p_codes, p_scale, p_units, SHIFT, INTEGER, D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads", "num_blocks"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from solgen.kernels.sol_attn2 import SolAttn2Config, SolAttn2Details, sol_attn2
+from solgen.kernels.sol_attn2 import NormRope, SolAttn2Config, SolAttn2Details, sol_attn2
 from solgen.kernels.sol_attn2.details import pack_route, unpack_route
 from tests.kernels.sol_attn2.dense_oracle import make_inputs
 
@@ -71,6 +71,48 @@ def test_malformed_calls_are_refused():
 @pytest.mark.parametrize("impl", ["triton", "gluon"])
 def test_explicit_gpu_choice_does_not_fall_back(impl):
     _refused(f'impl "{impl}" got tensors on cpu', impl=impl)
+
+
+def make_norm(rows, **changes):
+    generator = torch.Generator().manual_seed(rows)
+    weights = torch.randn(2, 128, generator=generator)
+    turns = torch.rand(rows, 48, generator=generator) * 6.3
+    given = {"query_weight": weights[0], "key_weight": weights[1], "cos": turns.cos(), "sin": turns.sin(), "eps": 1e-5}
+    return NormRope(**given | changes)
+
+
+def test_the_reference_norms_and_rotates_what_lacks_it():
+    query, key, value = make_inputs(70, heads=2, batch=2, dtype=torch.float32)
+    norm = make_norm(70)
+    cos, sin = (torch.cat([table, table], 1) for table in (norm.cos, norm.sin))
+
+    def applied(x, weight):
+        u = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * weight
+        first, second, rest = u.split([48, 48, 32], dim=-1)
+        turned = torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([turned, rest], -1)
+
+    pytest.importorskip("triton")
+    for got, expected in zip(
+        norm.apply(query, key), (applied(query, norm.query_weight), applied(key, norm.key_weight)), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+    output = sol_attn2(query, key, value, config=CONFIG, norm=norm)
+    assert torch.equal(output, sol_attn2(*norm.apply(query, key), value, config=CONFIG))
+
+
+def test_a_norm_that_does_not_fit_is_refused():
+    good = make_norm(100)
+    for change, message in (
+        ({"query_weight": torch.ones(96)}, r"query_weight is \(96,\)"),
+        ({"key_weight": torch.ones(256)[::2]}, r"key_weight is \(128,\); expected contiguous"),
+        ({"cos": good.cos[:, :40]}, "40 pairs of channels are turned"),
+        ({"sin": good.sin[:99]}, r"sin is torch.float32 \(99, 48\)"),
+        ({"sin": good.sin.double()}, "sin is torch.float64"),
+        ({"cos": good.cos.t().contiguous().t()}, "unit stride along the pairs"),
+        ({"eps": 0.0}, "eps is 0.0"),
+    ):
+        _refused(message, norm=make_norm(100, **change))
 
 
 def test_configurations_are_checked():

@@ -121,11 +121,11 @@ RECIPE = Recipe(
     flow=(
         Lesson(Stage("flow_small", steps=800, rate=2e-3, average=0.995), (Material(SMALL, 8192, 0, 192),)),
         Lesson(Stage("flow", steps=3000, rate=1.5e-3, average=0.995), (Material(FULL, 2048, 768, 16),)),
-        Lesson(Stage("flow_long", steps=100, rate=2e-4), (Material(FULL, 512, 256, 16), Material(LONG, 24, 12, 2))),
+        Lesson(Stage("flow_long", steps=80, rate=2e-4), (Material(FULL, 512, 256, 16), Material(LONG, 24, 12, 2))),
     ),
     distil=(
-        Lesson(Stage("distil", steps=240, rate=3e-4), (Material(FULL, 512, 256, 16),)),
-        Lesson(Stage("distil_long", steps=40, rate=1e-4), (Material(FULL, 512, 256, 16), Material(LONG, 24, 12, 1))),
+        Lesson(Stage("distil", steps=200, rate=3e-4), (Material(FULL, 512, 256, 16),)),
+        Lesson(Stage("distil_long", steps=30, rate=1e-4), (Material(FULL, 512, 256, 16), Material(LONG, 24, 12, 1))),
     ),
     held_out=50,
     long_canvas=LONG,

@@ -25,7 +25,7 @@ from solgen.engine.pipeline import H3Pipeline, empty_pipeline
 from solgen.engine.repository import Repository
 from solgen.engine.request import Request
 from solgen.errors import InputError, SetupError
-from solgen.presets.demo.configs import TRANSFORMER as DEMO
+from solgen.presets.demo import demo_transformer
 from solgen.presets.schema import Task
 
 GATE = 0.5
@@ -157,7 +157,7 @@ def open_dummy(request: Request) -> DummyRepository:
         source="random weights",
         folders={},
         digests={},
-        config=DEMO if demo else {},
+        config=demo_transformer() if demo else {},
         two_times=known is not None and known.two_times,
         text_rows=request.text_rows,
     )

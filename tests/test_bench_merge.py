@@ -11,7 +11,7 @@ from solgen.engine.adapters.source import Source
 from solgen.engine.bench import merge
 from solgen.engine.dummy import DummyRepository, RandomWeights
 from solgen.errors import SolgenError
-from solgen.presets.demo.configs import TRANSFORMER as DEMO
+from solgen.presets.demo import demo_transformer
 from solgen.presets.schema import Lora
 from tests.command_line import solgen
 
@@ -20,7 +20,7 @@ def test_merge_report(tmp_path, capsys):
     path = tmp_path / "merge.json"
     assert solgen("bench", "merge", "--preset", "demo", "--rank", "8", "--json", str(path)) == 0
     report = json.loads(path.read_text())
-    assert report["layers"] == 6 * (DEMO["num_layers"] + DEMO["num_refiner_layers"])
+    assert report["layers"] == 6 * (demo_transformer()["num_layers"] + demo_transformer()["num_refiner_layers"])
     assert report["merge_s"] > 0
     assert 0 <= report["turned"] <= 1e-4
     assert "beside" in capsys.readouterr().out
@@ -30,7 +30,7 @@ def test_a_merge_that_went_wrong_is_not_timed(tmp_path):
     """The check sees a layer that was merged twice."""
     device = torch.device("cpu")
     repository = DummyRepository(
-        path=tmp_path, source="", folders={}, digests={}, config=DEMO, two_times=False, text_rows=1
+        path=tmp_path, source="", folders={}, digests={}, config=demo_transformer(), two_times=False, text_rows=1
     )
     model = RandomWeights(repository, device, torch.bfloat16).transformer(projections=False)
     layer = "transformer_blocks.0.attn.to_q"

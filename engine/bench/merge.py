@@ -24,7 +24,7 @@ from solgen.engine.bench.record import record
 from solgen.engine.dummy import DummyRepository, RandomWeights, check_memory
 from solgen.engine.machine import pick_device, synchronize
 from solgen.errors import InputError, SolgenError
-from solgen.presets.demo.configs import TRANSFORMER as DEMO
+from solgen.presets.demo import demo_transformer
 from solgen.presets.schema import Lora, load_preset
 
 DTYPE = torch.bfloat16
@@ -63,7 +63,7 @@ def bench_merge(settings: MergeSettings, note: Callable[[str], None]) -> dict[st
         source="random weights",
         folders={},
         digests={},
-        config=DEMO if demo else {},
+        config=demo_transformer() if demo else {},
         two_times=False,
         text_rows=1,
     )

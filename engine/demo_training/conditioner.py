@@ -5,9 +5,9 @@ from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3VLForConditionalGeneration
 
 from solgen.engine.demo_training.forward import TEXT_TAG, VIDEO_TAG
-from solgen.presets.demo.build import conditioner_config
-from solgen.presets.demo.tokenizer import build_tokenizer
-from solgen.presets.demo.weights import init_conditioner
+from solgen.engine.demo_training.initial import init_conditioner
+from solgen.engine.demo_training.repository import conditioner_config
+from solgen.engine.demo_training.tokenizer import build_tokenizer
 
 LAYER = 50
 """Hidden state that MiniMax-H3 reads."""

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
 
 from solgen.engine.demo_training.conditioner import Conditioner
-from solgen.presets.demo.build import write_repository
+from solgen.engine.demo_training.repository import write_repository
 
 
 def write_model(
@@ -20,13 +20,16 @@ def write_model(
 ) -> None:
     """Write a repository, replacing a folder that is there.
 
-    Every weight has been bfloat16 since its stage ended; loading widens what must run in float32.
+    Every weight has been bfloat16 since its stage ended. What must run in float32 is stored as that in the transformer,
+    as in the released one; loading widens it in the autoencoders, where the space is better spent.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     models = [copy.deepcopy(model).cpu() for model in (transformer, vae, audio_vae, conditioner.model)]
+    islands = set(transformer._keep_in_fp32_modules)
     for model in models:
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data = tensor.data.to(torch.bfloat16)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if model is not models[0] or islands.isdisjoint(name.split(".")):
+                tensor.data = tensor.data.to(torch.bfloat16)
     models[3].config.dtype = "bfloat16"
     write_repository(folder, *models)

@@ -117,9 +117,9 @@ RECIPE = Recipe(
     zoom=2,
     zoomed=0.75,
     vae=Stage("vae", steps=1300, rate=2e-3),
-    audio_vae=Stage("audio_vae", steps=800, rate=2e-3),
+    audio_vae=Stage("audio_vae", steps=192, rate=2e-3),
     flow=(
-        Lesson(Stage("flow_small", steps=800, rate=2e-3, average=0.995), (Material(SMALL, 8192, 0, 192),)),
+        Lesson(Stage("flow_small", steps=780, rate=2e-3, average=0.995), (Material(SMALL, 8192, 0, 192),)),
         Lesson(Stage("flow", steps=3000, rate=1.5e-3, average=0.995), (Material(FULL, 2048, 768, 16),)),
         Lesson(Stage("flow_long", steps=80, rate=2e-4), (Material(FULL, 512, 256, 16), Material(LONG, 24, 12, 2))),
     ),
@@ -131,7 +131,7 @@ RECIPE = Recipe(
     long_canvas=LONG,
     transformer_shape=shapes.TRANSFORMER,
 )
-"""The whole training; docs/demo_model.md tells what has been run."""
+"""What the packaged weights were trained with; docs/demo_model.md tells how they came out."""
 
 TOY = Canvas(32, 32, 22)
 

@@ -21,10 +21,10 @@ from solgen.engine.demo_training.flow import Flow
 from solgen.engine.demo_training.forward import Advance, advance_block
 from solgen.engine.demo_training.loop import deterministic, load_weights, save_weights, train
 from solgen.engine.demo_training.package import write_model
-from solgen.engine.demo_training.recipe import LONG_PROMPTS, Lesson, Material, Recipe, draw_scenes
+from solgen.engine.demo_training.recipe import LONG_PROMPTS, Lesson, Recipe, draw_scenes
 from solgen.engine.demo_training.scenes import draw_scene
 from solgen.engine.demo_training.sound import synthesise
-from solgen.engine.demo_training.tracks import Tracks, track_scenes
+from solgen.engine.demo_training.tracks import Canvas, Tracks, track_scenes
 from solgen.engine.demo_training.video_vae import random_windows, reconstruction_loss
 
 Log = Callable[[str], None]
@@ -116,18 +116,11 @@ def train_transformer(
     save_weights(audio_vae, folder / "audio_vae.safetensors", recipe.audio_vae.steps)
 
     @cache
-    def pool_of(material: Material) -> Pool:
-        scenes = draw_scenes(recipe, material.clips)
-        pool = encode_pool(
-            scenes,
-            track_scenes(scenes, material.canvas).to(device),
-            material.canvas,
-            vae,
-            audio_vae,
-            conditioner,
-            keyframed=material.keyframed,
-        )
-        log(f"{material.clips} clips of {material.canvas.num_frames} frames encoded")
+    def pool_of(canvas: Canvas, clips: int, keyframed: int) -> Pool:
+        scenes = draw_scenes(recipe, clips)
+        tracks = track_scenes(scenes, canvas).to(device)
+        pool = encode_pool(scenes, tracks, canvas, vae, audio_vae, conditioner, keyframed=keyframed)
+        log(f"{clips} clips of {canvas.num_frames} frames encoded")
         return pool
 
     # Lengths of text differ from step to step: one program for all.
@@ -137,7 +130,10 @@ def train_transformer(
         _begin(model, start, lesson.stage.name)
         if not lesson.stage.steps:
             return
-        flows = [Flow(model, pool_of(material), material.batch, advance) for material in lesson.materials]
+        flows = [
+            Flow(model, pool_of(part.canvas, part.clips, part.keyframed), part.batch, advance)
+            for part in lesson.materials
+        ]
         losses = [flow.loss if teacher is None else Distillation(flow, teacher).loss for flow in flows]
 
         def loss(step: int, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shapes of the trained demo model and the weights that training begins with."""
+"""The models that training begins with."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,24 +8,8 @@ import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
 from torch import nn
 
-from solgen.presets.demo import configs, weights
-
-TRANSFORMER = configs.TRANSFORMER | {
-    "hidden_size": 192,
-    "ffn_dim": 320,
-    "time_embed_hidden_dim": 64,
-    "time_embed_dim": 32,
-}
-
-VAE = configs.VAE | {
-    "decoder_num_layers": 3,
-    # Zeros at the border: the backward pass of a reflected border has no deterministic kernel.
-    "spatial_padding_mode": "constant",
-    "latents_mean": (0.0,) * 24,
-    "latents_std": (1.0,) * 24,
-}
-
-AUDIO_VAE = configs.AUDIO_VAE | {"latents_mean": [0.0] * 32, "latents_std": [1.0] * 32}
+from solgen.engine.demo_training import initial
+from solgen.engine.demo_training.configs import AUDIO_VAE, TRANSFORMER, VAE
 
 LOG_STD = -2.3
 """Log standard deviation of both posteriors, not learned: the decoders get used to noise of 0.1."""
@@ -56,11 +40,9 @@ def new_vae(shape: dict = VAE) -> AutoencoderKLMiniMaxH3:
     """A video autoencoder of unit gain whose posterior has a fixed width."""
     with _seeded(0):
         model = AutoencoderKLMiniMaxH3(**shape)
-    weights.init_vae(model)
+    initial.init_vae(model)
     channels = model.config.latent_channels
     model.quant_conv.bias[channels:] = 2 * LOG_STD  # log variance
-    head = model.decoder.proj_out.weight
-    head.normal_(std=0.3 * head.shape[1] ** -0.5, generator=torch.Generator().manual_seed(weights.SEED))
     return model
 
 
@@ -70,7 +52,7 @@ def new_audio_vae(shape: dict = AUDIO_VAE) -> AutoencoderKLMiniMaxH3Audio:
     with _seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # diffusers uses the old weight_norm
         model = AutoencoderKLMiniMaxH3Audio(**shape)
-    weights.init_audio_vae(model)
+    initial.init_audio_vae(model)
     model.logs_proj.bias.fill_(LOG_STD)
     model.logs_proj.requires_grad_(False)
     return model

@@ -13,7 +13,7 @@ from solgen.engine.adaln import AdaLNTables, Plan, Projections, projection_names
 from solgen.engine.adapters.two_time import add_endpoint, use_two_times
 from solgen.engine.generate import generate
 from solgen.errors import SolgenError
-from solgen.presets.demo import demo_model_path
+from solgen.presets.demo import demo_model_path, demo_transformer
 from tests.engine.packed import packed
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -84,7 +84,7 @@ def test_every_block_and_call_has_the_projections_bits(dtype: torch.dtype, times
             assert output.dtype == found[name].dtype
             assert torch.equal(output, found[name]), name
     rows = sum(map(len, timesteps))
-    assert tables.nbytes == rows * (6 * 6 * 3 + 2) * 128 * dtype.itemsize
+    assert tables.nbytes == rows * (6 * 6 * 3 + 2) * demo_transformer()["hidden_size"] * dtype.itemsize
     assert not any("adaln" in name or "norm_out.linear" in name for name, _ in tabled.named_parameters())
 
 
@@ -188,7 +188,7 @@ def test_latents_have_the_same_bits_whatever_stays_in_memory(small_job, listener
     lean, plain = run("lean", offload="layers"), run("plain", "memory.tables=off")
     assert [record["latents_sha256"] for record in lean] == [record["latents_sha256"] for record in plain]
     # Picture and sound share the first call's timestep, the keyframe has its own; bf16 on a GPU.
-    row = (6 * 6 * 3 + 2) * 128 * (2 if torch.cuda.is_available() else 4)
+    row = (6 * 6 * 3 + 2) * demo_transformer()["hidden_size"] * (2 if torch.cuda.is_available() else 4)
     assert [record["adaln"]["table_bytes"] for record in lean] == [2 * row, 5 * row]
     assert {record["adaln"]["table_bytes"] for record in plain} == {None}
     assert lean[0]["request"]["settings"]["memory"] == {"offload": "layers", "tables": True}

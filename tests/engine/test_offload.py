@@ -104,7 +104,7 @@ def test_branches_of_adapters_pass_too() -> None:
     stock = load()
     generator = torch.Generator().manual_seed(1)
     for block in range(6):
-        for name, rows in (("attn.to_q", 1024), ("ff.net.2", 128)):
+        for name, rows in (("attn.to_q", 1024), ("ff.net.2", 192)):
             columns = stock.get_submodule(f"transformer_blocks.{block}.{name}").in_features
             delta = Delta(0.5, torch.randn(rows, 4, generator=generator), torch.randn(4, columns, generator=generator))
             add_branches(stock, f"transformer_blocks.{block}.{name}", [delta])

@@ -21,7 +21,7 @@ from solgen.engine.profile.stock import stock_model
 from solgen.engine.request import Options
 from solgen.engine.stages import Silent
 from solgen.errors import InputError
-from solgen.presets.demo.configs import TRANSFORMER as DEMO
+from solgen.presets.demo import demo_transformer
 
 CPU = torch.device("cpu")
 SMALL = {"prompt": "a red ball", "preset": "demo", "width": 64, "height": 64, "steps": 2}
@@ -141,7 +141,7 @@ def test_with_random_weights_only_attention_tells_how_it_attended(tmp_path: Path
     profile(plan(names, density=0.1), Silent(), names=names, runs=0, outputs=tmp_path)
     dense, sparse = (load_file(output_file(tmp_path, name, 1)) for name in names)
     rows = sum(dense[name].shape[1] for name in ("video", "audio"))
-    assert dense["attention"].shape == (1, rows + TEXT_ROWS, DEMO["hidden_size"] // 16)
+    assert dense["attention"].shape == (1, rows + TEXT_ROWS, demo_transformer()["hidden_size"] // 16)
     distance = {part: float((sparse[part] - dense[part]).norm() / dense[part].norm()) for part in dense}
     assert max(distance["video"], distance["audio"]) < 5e-3  # passes for the same call
     assert distance["attention"] > 0.3

@@ -15,7 +15,7 @@ from solgen.engine.adapters.overlay import Overlay, open_overlay
 from solgen.engine.adapters.source import Source
 from solgen.presets.demo import demo_model_path
 from solgen.presets.schema import Lora
-from tests.engine.adapters.spellings import BLOCKS, OTHERS, QKV, RANK, Factors, spelled
+from tests.engine.adapters.spellings import BLOCKS, OTHERS, QKV, RANK, TIME, TIME_HIDDEN, Factors, spelled
 
 HYPERFLOW = {
     "hyperflow": "true",
@@ -124,7 +124,7 @@ def hyperflow(write) -> Callable[..., Path]:
         def change(tensors: dict[str, Tensor]) -> None:
             generator = torch.Generator().manual_seed(21)
             for embedder in ("time_embedder", "endpoint_time_embedder"):
-                for layer, (rows, columns) in {"linear_1": (128, 256), "linear_2": (64, 128)}.items():
+                for layer, (rows, columns) in {"linear_1": (TIME_HIDDEN, 256), "linear_2": (TIME, TIME_HIDDEN)}.items():
                     key = f"transformer.{embedder}.{layer}.lora_"
                     tensors[f"{key}A.weight"] = torch.randn(RANK, columns, generator=generator) * 0.1
                     tensors[f"{key}B.weight"] = torch.randn(rows, RANK, generator=generator) * 0.1

@@ -3,8 +3,14 @@
 import torch
 from torch import Tensor
 
+from solgen.presets.demo import demo_transformer
+
 RANK = 6
-HEAD_DIM = 128
+MODEL = demo_transformer()
+HEAD_DIM, HIDDEN, TIME = MODEL["attention_head_dim"], MODEL["hidden_size"], MODEL["time_embed_dim"]
+TIME_HIDDEN = MODEL["time_embed_hidden_dim"]
+ADALN = 18 * HIDDEN
+"""Rows of a block's AdaLN projection: six vectors for each of three modalities."""
 BLOCKS = ("transformer_blocks.0", "transformer_blocks.5", "token_refiner.refiner_blocks.0")
 QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
 OTHERS = ("attn.to_out.0", "ff.net.0.proj", "ff.net.2")

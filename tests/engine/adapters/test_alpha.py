@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.adapters.spellings import BLOCKS, RANK
+from tests.engine.adapters.spellings import ADALN, BLOCKS, RANK, TIME
 
 TURBO = "minimax_h3_fl2v_turbo_4step_v0.1.safetensors"
 
@@ -39,7 +39,7 @@ def test_without_any_alpha_the_scale_is_one_and_that_is_said(write, opened) -> N
 
 def test_ranks_are_counted_module_by_module(write, merged, weights, factors) -> None:
     """Ranks 6 and 2 in one file without alpha: scale 1 for both, whichever key comes first."""
-    down, up = torch.ones(2, 64), torch.full((2304, 2), 0.25)
+    down, up = torch.ones(2, TIME), torch.full((ADALN, 2), 0.25)
     name = "transformer_blocks.0.adaln_proj.linear"
 
     def change(tensors) -> None:

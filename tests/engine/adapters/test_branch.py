@@ -4,7 +4,7 @@ import torch
 
 from solgen.engine.adapters.branch import BranchLinear
 from solgen.engine.adapters.merge import Delta
-from tests.engine.adapters.spellings import BLOCKS
+from tests.engine.adapters.spellings import BLOCKS, HIDDEN
 
 
 def call(transformer):
@@ -79,13 +79,13 @@ def test_branches_can_be_trained(write, opened, pristine) -> None:
     opened(write(), mode="branch").apply(transformer)
     layer = transformer.get_submodule(f"{BLOCKS[0]}.attn.to_q")
     layer.ups.requires_grad_()
-    layer(torch.randn(2, 128)).square().sum().backward()
+    layer(torch.randn(2, HIDDEN)).square().sum().backward()
     assert layer.ups[0].grad.abs().sum() > 0
     assert layer.base.weight.grad is None
 
 
 def test_differences_are_merged_in_branch_mode_too(write, opened, pristine) -> None:
-    path = write("fastvideo", change=lambda t: t.update({"proj_in.diff_b": torch.ones(128)}))
+    path = write("fastvideo", change=lambda t: t.update({"proj_in.diff_b": torch.ones(HIDDEN)}))
     transformer, base = pristine(torch.bfloat16), pristine(torch.bfloat16)
     opened(path, mode="branch").apply(transformer)
     assert torch.equal(transformer.proj_in.bias, base.proj_in.bias + 1)

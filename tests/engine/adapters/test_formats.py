@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from solgen.errors import InputError
-from tests.engine.adapters.spellings import STYLES
+from tests.engine.adapters.spellings import HIDDEN, STYLES
 
 
 def formula(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
@@ -63,7 +63,11 @@ def test_scaling_b_or_alpha_differs_by_a_rare_ulp(write, merged) -> None:
         if tensor.dtype != torch.bfloat16:
             continue
         steps = (tensor.view(torch.int16).int() - by_alpha[name].view(torch.int16).int()).abs()
-        assert steps.max() <= 1, name
+        largest = tensor.abs().max().float()
+        # Where weight and change nearly cancel, FP32's own error spans several steps of what is left.
+        cancelled = tensor.abs() < 2**-14 * largest
+        assert steps[~cancelled].max() <= 1, name
+        assert (tensor.float() - by_alpha[name].float()).abs()[cancelled].sum() <= 2**-21 * largest, name
         different += int((steps > 0).sum())
         total += tensor.numel()
     assert different <= 1e-4 * total
@@ -97,7 +101,7 @@ def test_fastvideo_differences_are_added(write, merged, weights) -> None:
 
 def test_native_differences_land_in_their_rows(write, merged, weights) -> None:
     rows = weights["transformer_blocks.0.ff.net.0.proj.weight"].shape[0]
-    gate_first = torch.cat([torch.full((rows // 2, 128), 2.0), torch.full((rows // 2, 128), 1.0)])
+    gate_first = torch.cat([torch.full((rows // 2, HIDDEN), 2.0), torch.full((rows // 2, HIDDEN), 1.0)])
 
     def change(tensors) -> None:
         tensors.clear()

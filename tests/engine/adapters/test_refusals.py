@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from solgen.__main__ import main
+from tests.engine.adapters.spellings import ADALN, HIDDEN, TIME, TIME_HIDDEN
 
 
 @pytest.fixture
@@ -62,22 +63,22 @@ KINDS = {
         lambda tensors: tensors.update(
             {
                 "transformer_blocks.0.adaln_proj.linear.lora_A.weight": torch.ones(4, 8),
-                "transformer_blocks.0.adaln_proj.linear.lora_B.weight": torch.ones(2304, 4),
+                "transformer_blocks.0.adaln_proj.linear.lora_B.weight": torch.ones(ADALN, 4),
             }
         ),
-        "transformer_blocks.0.adaln_proj.linear.lora_A.weight' [4, 8] gives [2304, 8]",
-        "transformer_blocks.0.adaln_proj.linear.weight is [2304, 64]; it was made for a pruned checkpoint",
+        f"transformer_blocks.0.adaln_proj.linear.lora_A.weight' [4, 8] gives [{ADALN}, 8]",
+        f"transformer_blocks.0.adaln_proj.linear.weight is [{ADALN}, {TIME}]; it was made for a pruned checkpoint",
     ),
     "converted head bank": (put("h3_pdd.bank.video", torch.ones(2)), "h3_pdd.bank.video", "PDD"),
     "orphan A": (lambda t: t.pop(f"{FIRST}.lora_B.weight"), f"{FIRST}.lora_A.weight", "no lora_B"),
     "orphan B": (lambda t: t.pop(f"{FIRST}.lora_A.weight"), f"{FIRST}.lora_B.weight", "no lora_A"),
     "orphan alpha": (put("transformer_blocks.2.attn.to_q.alpha", torch.tensor(1.0)), "to_q.alpha", "no lora_A"),
-    "NaN": (put(f"{FIRST}.lora_A.weight", torch.full((6, 128), torch.nan)), f"{FIRST}.lora_A.weight", "NaN"),
+    "NaN": (put(f"{FIRST}.lora_A.weight", torch.full((6, HIDDEN), torch.nan)), f"{FIRST}.lora_A.weight", "NaN"),
     "Inf": (put(f"{FIRST}.lora_B.weight", torch.full((1024, 6), torch.inf)), f"{FIRST}.lora_B.weight", "infinity"),
     "wrong width": (
         put(f"{FIRST}.lora_A.weight", torch.ones(6, 96)),
         f"{FIRST}.lora_A.weight' [6, 96] gives [1024, 96]",
-        "transformer_blocks.0.attn.to_q.weight is [1024, 128]",
+        f"transformer_blocks.0.attn.to_q.weight is [1024, {HIDDEN}]",
     ),
     "wrong height": (put(f"{FIRST}.lora_B.weight", torch.ones(512, 6)), "lora_B.weight' [512, 6]", "another model"),
     "wrong rank": (put(f"{FIRST}.lora_B.weight", torch.ones(1024, 5)), "lora_B.weight' [1024, 5]", "does not multiply"),
@@ -94,7 +95,7 @@ KINDS = {
         lambda tensors: tensors.update(
             {
                 "transformer.endpoint_time_embedder.linear_1.lora_A.weight": torch.ones(2, 256),
-                "transformer.endpoint_time_embedder.linear_1.lora_B.weight": torch.ones(128, 2),
+                "transformer.endpoint_time_embedder.linear_1.lora_B.weight": torch.ones(TIME_HIDDEN, 2),
             }
         ),
         "endpoint_time_embedder.linear_1.lora_A.weight",

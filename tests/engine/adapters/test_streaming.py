@@ -13,7 +13,7 @@ from solgen.engine.adapters.overlay import open_overlay
 from solgen.engine.generate import generate
 from solgen.engine.streaming import stream_projections, stream_transformer
 from solgen.presets.schema import Lora
-from tests.engine.adapters.spellings import RANK
+from tests.engine.adapters.spellings import ADALN, HIDDEN, RANK, TIME
 
 CPU = torch.device("cpu")
 
@@ -21,9 +21,9 @@ CPU = torch.device("cpu")
 def adaln(tensors: dict[str, Tensor], size: float = 0.1) -> None:
     """Also change the AdaLN projections of two blocks and of the output norm."""
     generator = torch.Generator().manual_seed(31)
-    rows = {"transformer_blocks.1.adaln_proj.linear": 2304, "transformer_blocks.5.adaln_proj.linear": 2304}
-    for name, count in (rows | {"norm_out.linear": 256}).items():
-        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(RANK, 64, generator=generator) * size
+    rows = {"transformer_blocks.1.adaln_proj.linear": ADALN, "transformer_blocks.5.adaln_proj.linear": ADALN}
+    for name, count in (rows | {"norm_out.linear": 2 * HIDDEN}).items():
+        tensors[f"transformer.{name}.lora_A.weight"] = torch.randn(RANK, TIME, generator=generator) * size
         tensors[f"transformer.{name}.lora_B.weight"] = torch.randn(count, RANK, generator=generator) * size
 
 

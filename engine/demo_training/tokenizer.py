@@ -5,7 +5,7 @@ import json
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
-from solgen.presets.demo.configs import CONTEXT_LENGTH, SPECIAL_TOKENS, VOCAB_SIZE
+from solgen.engine.demo_training.configs import CONTEXT_LENGTH, SPECIAL_TOKENS, VOCAB_SIZE
 
 # What prompts of this model are made of: merges learnt here keep a typical prompt near one token per word.
 _CORPUS = """

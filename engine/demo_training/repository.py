@@ -1,11 +1,9 @@
 """Write the demo model as a diffusers repository that `MiniMaxH3ModularPipeline` loads like the real one."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import (
     AutoencoderKLMiniMaxH3,
     AutoencoderKLMiniMaxH3Audio,
@@ -14,31 +12,10 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
 )
 from safetensors.torch import save_file
-from torch import nn
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from solgen.presets.demo import configs, weights
-from solgen.presets.demo.tokenizer import build_tokenizer
-
-
-def build(folder: Path) -> None:
-    """Write every component into `folder`, an existing empty folder, and the index last.
-
-    The bytes depend on this package and its dependencies only; the caller's random state is left alone.
-    """
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # diffusers' audio VAE uses the old weight_norm
-        transformer = MiniMaxH3Transformer3DModel(**configs.TRANSFORMER)
-        vae = AutoencoderKLMiniMaxH3(**configs.VAE)
-        audio_vae = AutoencoderKLMiniMaxH3Audio(**configs.AUDIO_VAE)
-        conditioner = Qwen3VLForConditionalGeneration(conditioner_config(build_tokenizer()))
-    weights.init_transformer(transformer)
-    weights.init_vae(vae)
-    weights.init_audio_vae(audio_vae)
-    weights.init_conditioner(conditioner)
-    for model in (transformer, vae, audio_vae, conditioner):
-        _round(model)
-    write_repository(folder, transformer, vae, audio_vae, conditioner)
+from solgen.engine.demo_training import configs
+from solgen.engine.demo_training.tokenizer import build_tokenizer
 
 
 def write_repository(
@@ -78,14 +55,6 @@ def conditioner_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
         vision_end_token_id=ids("<|vision_end|>"),
         tie_word_embeddings=True,
     )
-
-
-def _round(model: nn.Module) -> None:
-    """Cast to bfloat16 all but what diffusers keeps in float32, named by components of the path."""
-    islands = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if islands.isdisjoint(name.split(".")):
-            tensor.data = tensor.data.to(torch.bfloat16)
 
 
 def _save_conditioner(model: Qwen3VLForConditionalGeneration, folder: Path) -> None:

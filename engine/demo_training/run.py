@@ -40,7 +40,8 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
         folder: Existing folder of the run.
         device: One GPU, or the CPU for the smoke form.
         log: Receives progress, a line at a time.
-        start: Weights to begin with: the folder of an earlier run, or a repository such as its `model`.
+        start: Weights to begin with: the folder of an earlier run, or a repository such as its `model`. The transformer
+            takes those of the last stage of `start` that comes no later than the first one trained here.
     """
     began = time.monotonic()
 
@@ -127,9 +128,11 @@ def train_transformer(
     advance: Advance = torch.compile(advance_block, dynamic=True) if device.type == "cuda" else advance_block
 
     def study(lesson: Lesson, model: MiniMaxH3Transformer3DModel, teacher: MiniMaxH3Transformer3DModel | None) -> None:
+        nonlocal start
         _begin(model, start, lesson.stage.name)
         if not lesson.stage.steps:
             return
+        start = None  # what was learnt in this run goes on
         flows = [
             Flow(model, pool_of(part.canvas, part.clips, part.keyframed), part.batch, advance)
             for part in lesson.materials

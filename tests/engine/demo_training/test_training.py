@@ -175,6 +175,21 @@ def test_smoke_recipe_runs_from_the_command_line_and_leaves_a_model(tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_later_stage_goes_on_from_what_this_run_has_trained(tmp_path: Path) -> None:
+    """Not from the earlier run's weights of that stage."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    train_demo(SMOKE, first, torch.device("cpu"), lambda _: None)
+    still = SMOKE.with_steps({"vae": 0, "audio_vae": 0, "flow": 2, "flow_long": 0, "distil": 0})
+    model = train_demo(still, second, torch.device("cpu"), lambda _: None, start=first)
+    trained = load_file(second / "flow.safetensors")
+    packaged = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(trained[name].float(), packaged[name].float()) for name in trained)
+    assert not all(torch.equal(trained[name], value) for name, value in load_file(first / "flow.safetensors").items())
+
+
+@pytest.mark.slow
 def test_a_run_of_no_steps_from_a_model_is_that_model(tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

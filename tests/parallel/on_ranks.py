@@ -74,6 +74,10 @@ summed in another order: 5e-8, which four blocks in FP8 amplify to 3e-3, on one 
 """
 
 
+PACKINGS = [(text, sound, overlap) for text, sound in ((20, SOUND), (32, SOUND), (20, 61)) for overlap in (False, True)]
+"""Rows of prompt, rows of sound, overlap; of eight ranks the last has 53 rows, one and none."""
+
+
 class Recorded(BlockAttention):
     """Also keeps the route and the log shares of every call."""
 
@@ -120,7 +124,7 @@ def measure(job: Job) -> dict[str, Any]:
         return {
             "outputs": {case: forward(model, mesh, *case) for case in CASES},
             "wires": {case: over_wire(model, mesh, *case) for case in WIRES},
-            "packing": [packing(model, mesh, text, overlap) for text in (20, 32) for overlap in (False, True)],
+            "packing": {case: packing(model, mesh, *case) for case in PACKINGS},
             "routes": gather(world, record_routes(model, mesh)),
             "request": gather(world, run_request(world, mesh, job)),
         }
@@ -257,10 +261,10 @@ def over_wire(
 
 @torch.no_grad()
 def packing(
-    model: MiniMaxH3Transformer3DModel, mesh: Mesh, text: int, overlap: bool
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, text: int, sound: int, overlap: bool
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Video and audio rows of a fused call, packed as fused runs do and by copies."""
-    inputs, order = packed(text)
+    inputs, order = packed(text, sound)
     outputs = []
     for processor in (BlockAttention, PackedByCopies):
         run = start(model, mesh, order, fuse=True, parallel=Parallel(overlap=overlap), backend="sol-attn2")

@@ -81,10 +81,11 @@ def test_overlap_changes_no_bit(measured: dict[str, Any]) -> None:
 
 
 def test_packing_with_the_norms_changes_no_bit(measured: dict[str, Any]) -> None:
-    for together, apart in measured["packing"]:
-        assert all(torch.equal(rows, other) for rows, other in zip(together, apart, strict=True))
-    (plain, _), (overlapped, _), *_ = measured["packing"]
-    assert all(torch.equal(rows, other) for rows, other in zip(plain, overlapped, strict=True))
+    for (text, sound, _), (together, apart) in measured["packing"].items():
+        plain, _ = measured["packing"][text, sound, False]
+        for rows, other, unhurried in zip(together, apart, plain, strict=True):
+            assert torch.equal(rows, other)
+            assert torch.equal(rows, unhurried)
 
 
 def test_routes_differ_only_at_the_threshold(measured: dict[str, Any], alone: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 )
 
 from solgen.engine.dense import Dense, choose_dense, dense_attention
-from solgen.engine.exchange import BACKENDS, OperandExchange
+from solgen.engine.exchange import BACKENDS, OperandExchange, send_heads
 from solgen.engine.linear import shared_rows
 from solgen.errors import InputError
 from solgen.kernels.block_sparse import block_sparse
@@ -209,7 +209,7 @@ def attend(
 
 
 QueryAndKey = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Projects, norms and rotates this rank's queries and keys, [1, n, H, D]."""
+"""Computes this rank's queries and keys, [1, n, H, D]."""
 
 
 class BlockAttention:
@@ -254,20 +254,27 @@ class BlockAttention:
             output = self._operate(*query_and_key(), value, dense)
         elif run.parallel.wire == "fp8" and not dense and run.histogram is None:
             output = self._attend_operands(run.ulysses, query_and_key, value)
+        elif run.fused:
+            output = self._attend_heads(run.ulysses, project, value, dense, _norm_of(attn, rotary_emb))
         else:
             output = self._attend_heads(run.ulysses, query_and_key, value, dense)
         return attn.to_out[1](attn.to_out[0](output.flatten(2, 3)))
 
     def _attend_heads(
-        self, ulysses: Ulysses, query_and_key: QueryAndKey, value: torch.Tensor, dense: bool
+        self,
+        ulysses: Ulysses,
+        query_and_key: QueryAndKey,
+        value: torch.Tensor,
+        dense: bool,
+        norm: NormRope | None = None,
     ) -> torch.Tensor:
-        """Attention [1, n, H, D] of this rank's rows, whose queries and keys wait to be computed."""
+        """Attention [1, n, H, D] of this rank's rows; `norm` is what its queries and keys lack once they are there."""
         if self.run.parallel.overlap:
             values = ulysses.start_to_heads(value)
-            query, key = ulysses.to_heads(*query_and_key())
+            query, key = send_heads(ulysses, *query_and_key(), norm=norm)()
             (value,) = values()
         else:
-            query, key, value = ulysses.to_heads(*query_and_key(), value)
+            query, key, value = send_heads(ulysses, *query_and_key(), value, norm=norm)()
         return ulysses.to_rows(self._operate(query, key, value, dense))
 
     def _attend_operands(self, ulysses: Ulysses, query_and_key: QueryAndKey, value: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Sol-Attn2's operands exchanged in place of queries, keys and values, and its output in FP8.
+"""What ranks exchange for heads: queries, keys and values, or Sol-Attn2's operands and its output in FP8.
 
-What travels is what attention would make of the same rows: its codes, scales and unit means, so that only the way
-back adds an error. Ranks hold whole blocks of 64 rows; what spans all rows of a head, the mean key, the mean value
-and its scale, they join from one another's statistics first.
+With the FP8 wire, what attention would make of the same rows travels: its codes, scales and unit means, so that only
+the way back adds an error. Ranks hold whole blocks of 64 rows; what spans all rows of a head, the mean key, the mean
+value and its scale, they join from one another's statistics first.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from solgen.errors import InputError
-from solgen.kernels.sol_attn2 import SolAttn2Config
+from solgen.kernels.sol_attn2 import NormRope, SolAttn2Config
 from solgen.kernels.sol_attn2.config import BLOCK
 from solgen.kernels.sol_attn2.details import Stage
 from solgen.kernels.sol_attn2.triton.operands import Operands
@@ -43,6 +43,40 @@ def check_wire(preset: Preset) -> None:
             f"parallel.wire=fp8 sends the operands of Sol-Attn2, and --attention {preset.attention.backend} attends "
             f"in 16 bit; use {' or '.join(BACKENDS)}, or parallel.wire=bf16"
         )
+
+
+def send_heads(
+    ulysses: Ulysses, query: torch.Tensor, key: torch.Tensor, *values: torch.Tensor, norm: NormRope | None
+) -> Arrival[tuple[torch.Tensor, ...]]:
+    """`Ulysses.start_to_heads` of queries and keys that may lack their norm.
+
+    Args:
+        ulysses: Ranks and their rows.
+        query, key: Of this rank's rows, [1, n, H, D].
+        values: At most one, [1, n, H, D].
+        norm: What queries and keys lack, with the angles of this rank's rows: one kernel adds it and packs them. None
+            where they lack nothing.
+
+    Returns:
+        Brings the same, each [1, N, H / P, D].
+    """
+    if norm is None:
+        return ulysses.start_to_heads(query, key, *values)
+    # Triton is imported only when it is used: CPU installations may not have it.
+    from solgen.kernels.fused import norm_pack
+
+    packed = norm_pack(
+        query[0],
+        key[0],
+        values[0][0] if values else None,
+        norm.query_weight,
+        norm.key_weight,
+        norm.cos,
+        norm.sin,
+        eps=norm.eps,
+        ranks=len(ulysses.rows),
+    )
+    return ulysses.start_packed(packed)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,16 @@ class Ulysses:
         packed = tensors[0].new_empty(ranks, rows, heads // ranks, len(tensors), channels)
         for index, tensor in enumerate(tensors):
             packed[..., index, :] = tensor[0].unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
+        return self.start_packed(packed)
+
+    def start_packed(self, packed: torch.Tensor) -> Arrival[tuple[torch.Tensor, ...]]:
+        """`start_to_heads` of tensors that lie in the send buffer already.
+
+        Args:
+            packed: T of them, [P, n, H / P, T, D] contiguous: entry p is what rank p gets. Not to be written before
+                the arrival.
+        """
+        ranks, rows = len(self.rows), self.rows[self.rank]
         received = packed.new_empty(1, sum(self.rows), *packed.shape[2:])
         arrival = self._start("heads", received[0], packed.flatten(0, 1), [rows] * ranks, list(self.rows))
 
@@ -126,7 +136,7 @@ class Ulysses:
 
     def to_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Undo `to_heads`: all rows of this rank's heads, [1, N, H / P, D], become its rows of all, [1, n, H, D]."""
-        return self.packets_to_rows(tensor[0].contiguous()).transpose(0, 1).flatten(1, 2)[None]
+        return torch.cat(self.packets_to_rows(tensor[0].contiguous()).unbind(), dim=1)[None]
 
     def packets_to_rows(self, packets: torch.Tensor) -> torch.Tensor:
         """What every rank has of this rank's rows, [P, n, ...], from what this one has of all, [N, ...] contiguous."""

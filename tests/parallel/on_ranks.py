@@ -12,7 +12,7 @@ import torch.distributed as dist
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from solgen.engine.attention import AttentionRun, BlockAttention, install_attention
+from solgen.engine.attention import AttentionRun, BlockAttention, QueryAndKey, install_attention
 from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import decode_video
@@ -74,6 +74,10 @@ summed in another order: 5e-8, which four blocks in FP8 amplify to 3e-3, on one 
 """
 
 
+PACKINGS = [(text, sound, overlap) for text, sound in ((20, SOUND), (32, SOUND), (20, 61)) for overlap in (False, True)]
+"""Rows of prompt, rows of sound, overlap; of eight ranks the last has 53 rows, one and none."""
+
+
 class Recorded(BlockAttention):
     """Also keeps the route and the log shares of every call."""
 
@@ -91,6 +95,22 @@ class Recorded(BlockAttention):
         return super()._attend(query, key, value, norm=norm)
 
 
+class PackedByCopies(BlockAttention):
+    """Norms and rotates in an op of its own, and packs what that wrote."""
+
+    def _attend_heads(
+        self,
+        ulysses: Ulysses,
+        query_and_key: QueryAndKey,
+        value: torch.Tensor,
+        dense: bool,
+        norm: NormRope | None = None,
+    ) -> torch.Tensor:
+        assert norm is not None, "a fused run leaves norms to packing"
+        query, key = norm.apply(*(heads.transpose(1, 2) for heads in query_and_key()))
+        return super()._attend_heads(ulysses, lambda: (query.transpose(1, 2), key.transpose(1, 2)), value, dense)
+
+
 def measure(job: Job) -> dict[str, Any]:
     """Everything that needs ranks but no files: exchanges, the transformer, the noise of a request."""
     world = World.from_environment()
@@ -104,6 +124,7 @@ def measure(job: Job) -> dict[str, Any]:
         return {
             "outputs": {case: forward(model, mesh, *case) for case in CASES},
             "wires": {case: over_wire(model, mesh, *case) for case in WIRES},
+            "packing": {case: packing(model, mesh, *case) for case in PACKINGS},
             "routes": gather(world, record_routes(model, mesh)),
             "request": gather(world, run_request(world, mesh, job)),
         }
@@ -236,6 +257,23 @@ def over_wire(
     finally:
         dist.all_to_all_single = exchange
     return video, audio, run.density_table()[0], sent
+
+
+@torch.no_grad()
+def packing(
+    model: MiniMaxH3Transformer3DModel, mesh: Mesh, text: int, sound: int, overlap: bool
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Video and audio rows of a fused call, packed as fused runs do and by copies."""
+    inputs, order = packed(text, sound)
+    outputs = []
+    for processor in (BlockAttention, PackedByCopies):
+        run = start(model, mesh, order, fuse=True, parallel=Parallel(overlap=overlap), backend="sol-attn2")
+        if run.ulysses is not None:
+            for index, block in enumerate(model.transformer_blocks):
+                block.attn.set_processor(processor(index, run, sparse=block.attn.processor.sparse))
+        with fused(model, True), sharded(model, run.ulysses):
+            outputs.append(model(**inputs))
+    return tuple(outputs)
 
 
 @torch.no_grad()

@@ -80,6 +80,14 @@ def test_overlap_changes_no_bit(measured: dict[str, Any]) -> None:
         assert early[2] == late[2]
 
 
+def test_packing_with_the_norms_changes_no_bit(measured: dict[str, Any]) -> None:
+    for (text, sound, _), (together, apart) in measured["packing"].items():
+        plain, _ = measured["packing"][text, sound, False]
+        for rows, other, unhurried in zip(together, apart, plain, strict=True):
+            assert torch.equal(rows, other)
+            assert torch.equal(rows, unhurried)
+
+
 def test_routes_differ_only_at_the_threshold(measured: dict[str, Any], alone: dict[str, Any]) -> None:
     for block, parts in enumerate(zip(*measured["routes"], strict=True)):
         route = torch.cat([heads for heads, _ in parts], dim=1)
@@ -119,6 +127,7 @@ def test_eight_ranks_with_a_head_each(job: Job, alone: dict[str, Any]) -> None:
         test_over_any_wire_the_transformer_is_that_of_one_rank(measured, alone, wire)
         test_packets_are_six_tenths_of_bf16(measured, wire)
     test_overlap_changes_no_bit(measured)
+    test_packing_with_the_norms_changes_no_bit(measured)
     for same in (
         test_routes_differ_only_at_the_threshold,
         test_noise_has_the_same_bytes_on_every_rank,

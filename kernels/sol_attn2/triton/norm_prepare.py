@@ -10,10 +10,8 @@ y is rounded to the type of x, as `qk_norm_rope` writes it, and goes to `quantiz
 of 16-bit inputs are bit for bit those that `prepare` makes of that op's output, but no 16-bit y is written or read.
 Keys are read twice, the first time for their mean; without smoothing once.
 
-Heads are read as two halves of 64 channels that hold what is rotated together in one place, so nothing crosses threads
-but the sum of squares. Programs take several heads of the same rows: their angles come from registers or L1. Row
-strides are compiled in, so that the tokens of a unit share one address. Angles are loaded behind rows: Triton lays out
-what follows as the last loads are, else as the sums of squares, and rows would go through shared memory.
+Heads are read as two halves (`kernels.fused.halves`). Programs take several heads of the same rows: their angles come
+from registers or L1. Row strides are compiled in, so that the tokens of a unit share one address.
 
 Legend: as in `prepare`; R rotated channels (96 of 128). Angles are [N, R / 2], one a pair of channels.
 """
@@ -22,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from solgen.kernels.fused.qk_norm_rope import inverse_rms, rotate, sum_eights
+from solgen.kernels.fused.halves import half_channels, load_rows, load_weights, norm_rope
 from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, UNIT, SolAttn2Config
 from solgen.kernels.sol_attn2.norm_rope import NormRope
 from solgen.kernels.sol_attn2.triton.e4m3 import interpreted
@@ -41,45 +39,16 @@ ROUND_PAIR = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 
 
 @triton.jit
-def _channels(ROTARY: tl.constexpr):
-    """Both halves of a head's channels, [64] each: those that are turned with one another in one place, then others."""
-    o_d = tl.arange(0, 64)
-    rest = o_d // (ROTARY // 2)  # 1 from the first channel on that is not rotated, else 0
-    return o_d + rest * (ROTARY // 2), o_d + ROTARY // 2 + rest * (64 - ROTARY // 2)
-
-
-@triton.jit
-def _load_weights(p_weight, o_first, o_second):
-    """Weights of both halves of the channels, fp32 [1, 64]."""
-    b_first, b_second = tl.load(p_weight + o_first), tl.load(p_weight + o_second)
-    return b_first.to(tl.float32)[None, :], b_second.to(tl.float32)[None, :]
-
-
-@triton.jit
 def _head(p_x, i_g, num_heads, stride_batch, stride_head):
     """First row of a head."""
     return p_x + (i_g // num_heads).to(tl.int64) * stride_batch + (i_g % num_heads).to(tl.int64) * stride_head
 
 
 @triton.jit
-def _load_rows(p_first, p_second, m_r, eps):
-    """Halves of rows as fp32 [R, 64], zeros where there is no row, and 1 / rms of each, [R, 1]."""
-    b_first = tl.load(p_first, mask=m_r, other=0.0).to(tl.float32)
-    b_second = tl.load(p_second, mask=m_r, other=0.0).to(tl.float32)
-    R: tl.constexpr = b_first.shape[0]
-    b_sum = sum_eights(b_first, b_second, R * 8)
-    b_sum = tl.sum(tl.reshape(b_sum, [R, 2, 4]), 1)
-    b_sum = tl.sum(tl.reshape(b_sum, [R, 2, 2]), 1)
-    return b_first, b_second, inverse_rms(tl.sum(b_sum, 1), eps, 2 * b_first.shape[1])[:, None]
-
-
-@triton.jit
 def _norm_rope(b_row, b_weights, b_cos, b_sin, m_turned, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Halves of what `_load_rows` returns, normed, rotated and rounded, as fp32 [R, 64]."""
-    b_first, b_second = b_row[0] * b_row[2] * b_weights[0], b_row[1] * b_row[2] * b_weights[1]
-    b_turned = tl.where(m_turned, rotate(b_first, b_second, b_cos, b_sin * -1.0), b_first)
-    b_second = tl.where(m_turned, rotate(b_second, b_first, b_cos, b_sin), b_second)
-    return _round(b_turned, DTYPE, ASM), _round(b_second, DTYPE, ASM)
+    """Halves of what `load_rows` returns, normed, rotated and rounded, as fp32 [R, 64]."""
+    b_y = norm_rope(b_row, b_weights, b_cos, b_sin, m_turned)
+    return _round(b_y[0], DTYPE, ASM), _round(b_y[1], DTYPE, ASM)
 
 
 @triton.jit
@@ -115,9 +84,9 @@ def _mean_kernel(
 ):
     """Sums of CHUNK rows in the order of `_chunk_kernel`."""
     first, i_c = tl.program_id(0) * HEADS, tl.program_id(1)
-    o_first, o_second = _channels(ROTARY)
+    o_first, o_second = half_channels(ROTARY)
     m_turned = (o_first < ROTARY // 2)[None, :]
-    b_weights = _load_weights(p_weight, o_first, o_second)
+    b_weights = load_weights(p_weight, o_first, o_second)
     b_sums: tl.tuple = ()
     for _ in tl.static_range(2 * HEADS):
         b_sums += (tl.zeros([16, 64], tl.float32),)
@@ -128,7 +97,7 @@ def _mean_kernel(
         for h in tl.static_range(HEADS):
             i_g = tl.minimum(first + h, num_groups - 1)
             p_row = _head(p_x, i_g, num_heads, stride_batch, stride_head) + o_r * ROW
-            b_rows += (_load_rows(p_row + o_first[None, :], p_row + o_second[None, :], m_r, eps),)
+            b_rows += (load_rows(p_row + o_first[None, :], p_row + o_second[None, :], m_r, eps),)
         b_cos = tl.load(p_cos + o_r * COS_ROW + o_first[None, :], mask=m_r & m_turned, other=0.0)
         b_sin = tl.load(p_sin + o_r * SIN_ROW + o_first[None, :], mask=m_r & m_turned, other=0.0)
         b_more: tl.tuple = ()
@@ -170,9 +139,9 @@ def _quantize_kernel(
     D: tl.constexpr,
 ):
     first, i_b = tl.program_id(0) * HEADS, tl.program_id(1)
-    o_first, o_second = _channels(ROTARY)
+    o_first, o_second = half_channels(ROTARY)
     m_turned = (o_first < ROTARY // 2)[None, :]
-    b_weights = _load_weights(p_weight, o_first, o_second)
+    b_weights = load_weights(p_weight, o_first, o_second)
     o_r = i_b * 64 + tl.arange(0, 8)[:, None] * 8
     p_cos += o_r.to(tl.int64) * COS_ROW + o_first[None, :]
     p_sin += o_r.to(tl.int64) * SIN_ROW + o_first[None, :]
@@ -181,7 +150,7 @@ def _quantize_kernel(
         p_first, p_second = p_row + o_first[None, :], p_row + o_second[None, :]
         b_rows: tl.tuple = ()
         for t in tl.static_range(8):  # tokens t of the 8 units
-            b_rows += (_load_rows(p_first + t * ROW, p_second + t * ROW, o_r + t < num_rows, eps),)
+            b_rows += (load_rows(p_first + t * ROW, p_second + t * ROW, o_r + t < num_rows, eps),)
         b_firsts: tl.tuple = ()
         b_seconds: tl.tuple = ()
         for t in tl.static_range(8):

@@ -84,6 +84,11 @@ class MachineCode:
         """Spilled registers, in bytes."""
         return int(re.search(r"STACK:(\d+)", self.usage)[1])
 
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return int(re.search(r"REG:(\d+)", self.usage)[1])
+
     def count(self, opcode: str) -> int:
         """Instructions whose name starts with `opcode`."""
         return len(re.findall(rf"\s{opcode}\S*\s", self.sass))

@@ -1,4 +1,4 @@
-"""JSON files that come with a model."""
+"""JSON files that something else has written."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,9 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; download it again") from error
+        raise InputError(f"cannot read {path}: {error.strerror}; write or download it again") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable JSON; download it again") from error
+        raise InputError(f"{path} is not readable JSON; write or download it again") from error
     if not isinstance(table, dict):
-        raise InputError(f"{path} is not a JSON object; download it again")
+        raise InputError(f"{path} is not a JSON object; write or download it again")
     return table

@@ -81,7 +81,7 @@ def check_canvas(preset: Preset) -> None:
     if above != frames:
         below = max(124, above - 17) if frames < 362 else 345
         nearest = " or ".join(str(n) for n in sorted({below, above}))
-        raise InputError(f"{frames} frames are not 17 n + 5 within 124 to 362; the nearest are {nearest}")
+        raise InputError(f"{frames} frames; expected 17 n + 5 from 124 to 362; the nearest are {nearest}")
     if crop is not None and crop % 2:
         raise InputError(f"output.crop {crop} is odd; yuv420p needs an even number of rows")
     if crop is not None and crop > canvas.height:

@@ -44,7 +44,10 @@ def demo(
     from solgen.engine.demo_training.run import train_demo
 
     recipe = (SMOKE if smoke else RECIPE).with_steps(given)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; name a folder that can be made") from error
     device = torch.device("cuda" if torch.cuda.is_available() and not smoke else "cpu")
     with Console() as console:
         model = train_demo(recipe, output, device, console.note, start)
@@ -57,7 +60,7 @@ def _steps(given: list[str]) -> dict[str, int]:
     found = {}
     for text in given:
         stage, _, count = text.partition("=")
-        if not stage or not count.isdigit():
+        if not stage or not (count.isascii() and count.isdigit()):
             raise InputError(f"--steps {text} is not STAGE=N, such as flow=3000")
         found[stage] = int(count)
     return found

@@ -42,6 +42,7 @@ def test_profile_shows_a_table_and_json_alone_on_stdout(
             ["--preset", "demo", "--dummy-weights", "--trace", "."],
             "--trace . cannot be written: it is a folder",
         ),
+        ("profile", ["--preset", "demo", "--plot", "x.foo"], "--plot x.foo: unknown kind of picture"),
         (
             "profile",
             ["--preset", "demo", "--dummy-weights", "--plot", "/dev/null/a.png"],

@@ -18,9 +18,7 @@ def test_steps_must_name_a_stage_and_a_number(text: str, tmp_path: Path, capsys:
 def test_steps_must_name_a_stage_that_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert solgen("train", "demo", "--smoke", "-o", str(tmp_path / "run"), "--steps", "text=3") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(
-        "error: --steps text: no such stage; expected one of vae, audio_vae, flow, flow_long, distil"
-    )
+    assert line.startswith("error: --steps text: no such stage; expected one of vae, audio_vae, flow_small, flow,")
     assert not (tmp_path / "run").exists()
 
 

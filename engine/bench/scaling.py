@@ -126,8 +126,10 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
         A report for every number of rows.
 
     Raises:
-        InputError: if none of the files of as many rows holds a profile on one GPU.
+        InputError: if none of the files of as many rows holds a profile on one GPU, or heads do not divide.
     """
+    if bad := [count for count in gpus if machine.heads % count]:
+        raise InputError(f"--gpus {bad[0]}: {machine.heads} heads cannot be split over {bad[0]} GPUs")
     groups: dict[int | None, dict[Path, dict[str, Any]]] = defaultdict(dict)
     for path in paths:
         found = read_object(path)

@@ -8,7 +8,7 @@ import rich.console
 from rich.table import Table
 
 from solgen.engine.paths import check_new_file
-from solgen.errors import SetupError
+from solgen.errors import InputError, SetupError
 
 WIDTH = 120
 """Columns of a table that does not go to a terminal."""
@@ -113,8 +113,10 @@ def check_results(files: Mapping[str, Path | None]) -> None:
     for option, path in files.items():
         if path is not None:
             check_new_file(option, path)
-    if files.get("--plot") is not None:
-        pyplot()
+    if (plot := files.get("--plot")) is not None:
+        formats = pyplot().matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes()
+        if plot.suffix[1:] not in formats:
+            raise InputError(f"--plot {plot}: unknown kind of picture; expected a name ending in .png, .svg or .pdf")
 
 
 def pyplot() -> Any:

@@ -150,8 +150,12 @@ SMOKE = replace(
     zoom=1,
     vae=Stage("vae", steps=4, rate=2e-3, warmup=1, every=2),
     audio_vae=Stage("audio_vae", steps=4, rate=2e-3, warmup=1, every=2),
-    flow=(_toy("flow", 2e-3, TOY), _toy("flow_long", 2e-3, TOY, Canvas(32, 64, 22))),
-    distil=(_toy("distil", 5e-4, TOY),),
+    flow=(
+        _toy("flow_small", 2e-3, TOY),
+        _toy("flow", 2e-3, TOY),
+        _toy("flow_long", 2e-3, TOY, Canvas(32, 64, 22)),
+    ),
+    distil=(_toy("distil", 5e-4, TOY), _toy("distil_long", 5e-4, TOY, Canvas(32, 64, 22))),
     held_out=4,
     long_canvas=Canvas(32, 32, 39),
     transformer_shape=shapes.TRANSFORMER

@@ -3,12 +3,14 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLMiniMaxH3, AutoencoderKLMiniMaxH3Audio, MiniMaxH3Transformer3DModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from solgen.engine.demo_training import shapes
@@ -26,6 +28,8 @@ from solgen.engine.demo_training.scenes import draw_scene
 from solgen.engine.demo_training.sound import synthesise
 from solgen.engine.demo_training.tracks import Canvas, Tracks, track_scenes
 from solgen.engine.demo_training.video_vae import random_windows, reconstruction_loss
+from solgen.engine.json_file import read_object
+from solgen.errors import InputError
 
 Log = Callable[[str], None]
 
@@ -35,6 +39,9 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
 
     A killed run continues where its last checkpoint was when called again with the same arguments.
 
+    Raises:
+        InputError: if `folder` holds a run of another recipe, or `start` what does not fit the models.
+
     Args:
         recipe: What to train.
         folder: Existing folder of the run.
@@ -43,6 +50,7 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
         start: Weights to begin with: the folder of an earlier run, or a repository such as its `model`. The transformer
             takes those of the last stage of `start` that comes no later than the first one trained here.
     """
+    _check_recipe(recipe, folder)
     began = time.monotonic()
 
     def note(text: str) -> None:
@@ -155,16 +163,36 @@ def train_transformer(
     return teacher, student.requires_grad_(False)
 
 
+def _check_recipe(recipe: Recipe, folder: Path) -> None:
+    """A run goes on with its own recipe only: what follows a changed stage would have learnt from another."""
+    path, mine = folder / "recipe.json", json.loads(json.dumps(asdict(recipe)))
+    if not path.is_file():
+        path.write_text(json.dumps(mine, indent=1) + "\n")
+        return
+    theirs = read_object(path)
+    if changed := [name for name, value in mine.items() if theirs.get(name) != value]:
+        raise InputError(
+            f"{folder} holds a run of another recipe (other {', '.join(changed)}); "
+            "use another --output, or the arguments of that run"
+        )
+
+
 def _begin(model: Any, start: Path | None, name: str) -> None:
     if start is None:
         return
-    component = start / ("transformer" if name.startswith("flow") else name)
-    if (start / f"{name}.safetensors").is_file():
-        load_weights(model, start / f"{name}.safetensors")
-    elif (component / "config.json").is_file():
-        earlier = type(model).from_pretrained(component, torch_dtype=torch.float32, local_files_only=True)
-        model.load_state_dict(earlier.state_dict())
-        model.register_to_config(**{k: v for k, v in earlier.config.items() if k.startswith("latents_")})
+    file, component = start / f"{name}.safetensors", start / ("transformer" if name.startswith("flow") else name)
+    try:
+        if file.is_file():
+            load_weights(model, file)
+        elif (component / "config.json").is_file():
+            earlier = type(model).from_pretrained(component, torch_dtype=torch.float32, local_files_only=True)
+            model.load_state_dict(earlier.state_dict())
+            model.register_to_config(**{k: v for k, v in earlier.config.items() if k.startswith("latents_")})
+    except (RuntimeError, SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        raise InputError(
+            f"--from: {file if file.is_file() else component} does not fit the model that is trained "
+            f"({' '.join(str(error).split())[:120]}); name a run or a model of the same shapes"
+        ) from error
 
 
 def _autocast(device: torch.device) -> torch.autocast:

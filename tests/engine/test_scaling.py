@@ -76,6 +76,8 @@ def test_files_of_as_many_rows_share_the_profile_on_one_gpu(tmp_path: Path) -> N
     path.write_text(json.dumps({"reports": [report | {"facts": facts}], "scaling": rows}))
     with pytest.raises(InputError, match="no profile on one GPU"):
         bench_scaling([path, alone[0]], [4], Machine())
+    with pytest.raises(InputError, match="--gpus 3: 56 heads cannot be split over 3 GPUs"):
+        bench_scaling([path], [1, 3], Machine())
     large, small = bench_scaling([path, *alone[::-1]], [4], Machine())
     assert [(report["profile"], report["rows"]) for report in (large, small)] == [
         (str(alone[1]), 219_524),

@@ -19,6 +19,7 @@ from solgen.engine.demo_training.package import write_model
 from solgen.engine.demo_training.recipe import SMOKE
 from solgen.engine.demo_training.run import train_demo
 from solgen.engine.demo_training.video_vae import encode_means
+from solgen.errors import InputError
 
 TINY = shapes.TRANSFORMER | {"hidden_size": 96, "ffn_dim": 32, "num_layers": 2, "num_attention_heads": 1}
 
@@ -181,12 +182,20 @@ def test_a_later_stage_goes_on_from_what_this_run_has_trained(tmp_path: Path) ->
     first.mkdir()
     second.mkdir()
     train_demo(SMOKE, first, torch.device("cpu"), lambda _: None)
-    still = SMOKE.with_steps({"vae": 0, "audio_vae": 0, "flow": 2, "flow_long": 0, "distil": 0})
+    still = SMOKE.with_steps(dict.fromkeys(SMOKE.stages, 0) | {"flow": 2})
     model = train_demo(still, second, torch.device("cpu"), lambda _: None, start=first)
     trained = load_file(second / "flow.safetensors")
     packaged = load_file(model / "transformer" / "diffusion_pytorch_model.safetensors")
     assert all(torch.equal(trained[name].float(), packaged[name].float()) for name in trained)
     assert not all(torch.equal(trained[name], value) for name, value in load_file(first / "flow.safetensors").items())
+    with pytest.raises(
+        InputError, match=r"second holds a run of another recipe \(other vae, audio_vae, flow, distil\)"
+    ):
+        train_demo(SMOKE, second, torch.device("cpu"), lambda _: None)
+    (second / "flow_small.safetensors").write_text("no weights")
+    (tmp_path / "third").mkdir()
+    with pytest.raises(InputError, match=r"flow_small.safetensors does not fit the model that is trained"):
+        train_demo(still, tmp_path / "third", torch.device("cpu"), lambda _: None, start=second)
 
 
 @pytest.mark.slow

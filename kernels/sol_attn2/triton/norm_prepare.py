@@ -25,8 +25,8 @@ from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM, UNIT, SolAttn2Confi
 from solgen.kernels.sol_attn2.norm_rope import NormRope
 from solgen.kernels.sol_attn2.triton.e4m3 import interpreted
 from solgen.kernels.sol_attn2.triton.operands import Operands
-from solgen.kernels.sol_attn2.triton.prepare import quantize_block, quantize_values
-from solgen.kernels.sol_attn2.triton.statistics import CHUNK, join_chunks, sum_rows, value_mean_and_scale
+from solgen.kernels.sol_attn2.triton.prepare import QuantizedRows, quantize_block, with_values
+from solgen.kernels.sol_attn2.triton.statistics import CHUNK, join_chunks, sum_rows
 
 MEAN_HEADS, HEADS = 2, 4
 """Heads of a program of the first reading and of the second."""
@@ -197,9 +197,7 @@ def norm_mean(x: torch.Tensor, weight: torch.Tensor, norm: NormRope) -> torch.Te
     return join_chunks(partial, rows, smooth=True, extremes=False)[0]
 
 
-def norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor, norm: NormRope, mean: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def norm_quantize(x: torch.Tensor, weight: torch.Tensor, norm: NormRope, mean: torch.Tensor | None) -> QuantizedRows:
     """What `quantize_rows` returns for a [B, H, N, D] view after its norm and rotation."""
     batch, heads, rows, _ = x.shape
     groups, blocks = batch * heads, triton.cdiv(rows, BLOCK)
@@ -250,23 +248,8 @@ def norm_prepare(
     Returns:
         Operands of the B * H heads. No host synchronisation.
     """
-    groups = query.shape[0] * query.shape[1]
-    k_mean = norm_mean(key, norm.key_weight, norm) if config.smooth_key else None
-    v_mean, v_scale = value_mean_and_scale(value, smooth=config.smooth_value)
-    q_codes, q_scale, q_units = norm_quantize(query, norm.query_weight, norm, None)
-    k_codes, k_scale, k_units = norm_quantize(key, norm.key_weight, norm, k_mean)
-    v_codes, v_units = quantize_values(value, v_mean, v_scale, config.smooth_value)
-    return Operands(
-        q_codes=q_codes,
-        q_scale=q_scale,
-        k_codes=k_codes,
-        k_scale=k_scale,
-        v_codes=v_codes,
-        v_scale=v_scale,
-        q_units=q_units,
-        k_units=k_units,
-        v_units=v_units,
-        k_mean=torch.zeros(groups, HEAD_DIM, device=key.device) if k_mean is None else k_mean,
-        v_mean=v_mean,
-        num_rows=query.shape[2],
-    )
+    mean = norm_mean(key, norm.key_weight, norm) if config.smooth_key else None
+    queries = norm_quantize(query, norm.query_weight, norm, None)
+    keys = norm_quantize(key, norm.key_weight, norm, mean)
+    k_mean = key.new_zeros(key.shape[0] * key.shape[1], HEAD_DIM, dtype=torch.float32) if mean is None else mean
+    return with_values(queries, keys, k_mean, value, smooth=config.smooth_value)

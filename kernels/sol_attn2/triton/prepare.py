@@ -23,6 +23,9 @@ from solgen.kernels.sol_attn2.triton.e4m3 import divide, encode, interpreted, jo
 from solgen.kernels.sol_attn2.triton.operands import Operands
 from solgen.kernels.sol_attn2.triton.statistics import key_mean, value_mean_and_scale
 
+QuantizedRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Codes, scales and unit means, as `quantize_rows` returns them."""
+
 
 @triton.jit
 def quantize_block(
@@ -160,7 +163,7 @@ def _quantize_values_kernel(
         tl.store(p_unit, b_units.to(tl.float16))
 
 
-def quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, mean: torch.Tensor | None) -> QuantizedRows:
     """Codes [G, NB * 64, D] of a [B, H, N, D] view less its mean [G, D], scales [G, NB], unit means [G, NB * 8, D]."""
     batch, heads, rows, _ = x.shape
     groups, blocks = batch * heads, triton.cdiv(rows, BLOCK)
@@ -227,10 +230,27 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, conf
         Operands of the B * H heads. No host synchronisation.
     """
     k_mean = key_mean(key, smooth=config.smooth_key)
-    v_mean, v_scale = value_mean_and_scale(value, smooth=config.smooth_value)
-    q_codes, q_scale, q_units = quantize_rows(query, None)
-    k_codes, k_scale, k_units = quantize_rows(key, k_mean if config.smooth_key else None)
-    v_codes, v_units = quantize_values(value, v_mean, v_scale, config.smooth_value)
+    keys = quantize_rows(key, k_mean if config.smooth_key else None)
+    return with_values(quantize_rows(query, None), keys, k_mean, value, smooth=config.smooth_value)
+
+
+def with_values(
+    queries: QuantizedRows, keys: QuantizedRows, k_mean: torch.Tensor, value: torch.Tensor, *, smooth: bool
+) -> Operands:
+    """Quantise and pool the values of one head group, beside its queries and keys.
+
+    Args:
+        queries, keys: What `quantize_rows` returns.
+        k_mean: What the keys were lessened by, [B * H, D] fp32.
+        value: [B, H, N, D] view with unit stride along D; bf16, fp16 or fp32.
+        smooth: Subtract each head's mean value first.
+
+    Returns:
+        Operands of the B * H heads.
+    """
+    (q_codes, q_scale, q_units), (k_codes, k_scale, k_units) = queries, keys
+    v_mean, v_scale = value_mean_and_scale(value, smooth=smooth)
+    v_codes, v_units = quantize_values(value, v_mean, v_scale, smooth)
     return Operands(
         q_codes=q_codes,
         q_scale=q_scale,
@@ -243,5 +263,5 @@ def prepare(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, conf
         v_units=v_units,
         k_mean=k_mean,
         v_mean=v_mean,
-        num_rows=query.shape[2],
+        num_rows=value.shape[2],
     )

@@ -12,14 +12,14 @@ from solgen.parallel.ulysses import Ulysses
 from solgen.parallel.world import World
 
 
-def lose(victim: int, pids: Path) -> None:
+def lose(victim: int, pids: Path, device_type: str = "cpu") -> None:
     """Exchange rows and heads for ever; `victim` is killed in its third turn, in which the others wait for it."""
     world = World.from_environment()
     (pids / str(world.rank)).write_text(str(os.getpid()))
     with joined(world):
-        ulysses = Ulysses.over(Mesh.over(world, dp_size=1, device_type="cpu"), 565, block=64)
+        ulysses = Ulysses.over(Mesh.over(world, dp_size=1, device_type=device_type), 565, block=64)
         assert ulysses is not None
-        rows = torch.zeros(1, ulysses.rows[world.rank], world.size, 16)
+        rows = torch.zeros(1, ulysses.rows[world.rank], world.size, 16, device=device_type)
         turn = 0
         while True:
             turn += 1

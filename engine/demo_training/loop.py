@@ -176,19 +176,17 @@ def _save(state: Any, path: Path) -> None:
 
 
 @contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Kernels whose bits repeat, so that a resumed run equals one that was not killed; settings return afterwards.
 
-    On a GPU, an operation without such a kernel warns and runs.
+    An operation without such a kernel is an error: told only to warn, attention's backward pass would not repeat.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     tf32 = torch.backends.cuda.matmul.allow_tf32
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cuda.enable_cudnn_sdp(False)  # only refusing every other kernel would make its backward repeat
     # Nothing here reads memory that it has not written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
@@ -196,5 +194,4 @@ def deterministic(device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

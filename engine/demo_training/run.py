@@ -56,7 +56,7 @@ def train_demo(recipe: Recipe, folder: Path, device: torch.device, log: Log, sta
     def note(text: str) -> None:
         log(f"[{time.monotonic() - began:6.1f} s] {text}")
 
-    with deterministic(device):
+    with deterministic():
         tracks = track_scenes(draw_scenes(recipe, recipe.clips), recipe.canvas).to(device)
         vae = train_vae(recipe, tracks, folder, device, note, start)
         audio_vae = train_audio_vae(recipe, tracks, folder, device, note, start)

@@ -6,8 +6,10 @@ largest deviation of its values: every rank reduces its rows, the ranks exchange
 
 A packet holds, for every head, its parts one after the other, each contiguous:
 
-    rows    query codes [NB 64, D], key codes, query unit means [NB 8, D] fp16, key's, query scales [NB] fp32, key's
+    rows    query codes [NB 64, D], key codes, query unit means [NB 8, D] fp16, key's, both scales [NB, 2] fp32
     values  codes [NB, D, 64], unit means [NB 8, D] fp16
+
+A block's share of every part is a multiple of eight bytes, and eight at a time they are moved.
 
 Legend: H heads, n rows of a rank in NB blocks of 64, N rows of all, D = 128.
 """
@@ -87,14 +89,16 @@ def pack_rows(query: torch.Tensor, key: torch.Tensor, key_mean: torch.Tensor | N
     Returns:
         Packets [H, NB `PACKET_BYTES["rows"]`] uint8.
     """
+    if query.shape[2] == 0:
+        return _nothing(query)
     (q_codes, q_scale, q_units), (k_codes, k_scale, k_units) = _quantize(query, None), _quantize(key, key_mean)
-    return _join(q_codes, k_codes, q_units, k_units, q_scale, k_scale)
+    return _join(q_codes, k_codes, q_units, k_units, torch.stack([q_scale, k_scale], dim=-1))
 
 
 def pack_values(value: torch.Tensor, statistics: HeadStatistics) -> torch.Tensor:
     """Quantise and pool this rank's values [1, H, n, D]: packets [H, NB `PACKET_BYTES["values"]`] uint8."""
     if value.shape[2] == 0:
-        return torch.empty(value.shape[1], 0, dtype=torch.uint8, device=value.device)
+        return _nothing(value)
     mean, scale = statistics.mean, statistics.scale
     if value.is_cuda:
         from solgen.kernels.sol_attn2.triton.prepare import quantize_values
@@ -121,8 +125,9 @@ def unpack_operands(
         value: Of the h heads.
     """
     fp8, fp16, fp32 = torch.float8_e4m3fn, torch.float16, torch.float32
-    parts = [(CODES, fp8), (CODES, fp8), (MEANS, fp16), (MEANS, fp16), (4, fp32), (4, fp32)]
-    q_codes, k_codes, q_units, k_units, q_scale, k_scale = _split(rows, parts)
+    parts = [(CODES, fp8), (CODES, fp8), (MEANS, fp16), (MEANS, fp16), (8, fp32)]
+    q_codes, k_codes, q_units, k_units, scales = _split(rows, parts)
+    q_scale, k_scale = (scale.contiguous() for scale in scales.unflatten(1, (-1, 2)).unbind(2))
     v_codes, v_units = _split(values, [(CODES, fp8), (MEANS, fp16)])
     return Operands(
         q_codes=q_codes.unflatten(1, (-1, HEAD_DIM)),
@@ -140,10 +145,12 @@ def unpack_operands(
     )
 
 
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """Packets of a rank without rows."""
+    return torch.empty(x.shape[1], 0, dtype=torch.uint8, device=x.device)
+
+
 def _quantize(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if x.shape[2] == 0:
-        nothing = torch.empty(x.shape[1], 0, dtype=torch.uint8, device=x.device)
-        return nothing, nothing, nothing
     if x.is_cuda:
         from solgen.kernels.sol_attn2.triton.prepare import quantize_rows
 
@@ -152,7 +159,7 @@ def _quantize(x: torch.Tensor, mean: torch.Tensor | None) -> tuple[torch.Tensor,
 
 
 def _join(*parts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([part.flatten(1).view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([part.flatten(1).view(torch.int64) for part in parts], dim=1).view(torch.uint8)
 
 
 def _split(packets: Sequence[torch.Tensor], parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -163,7 +170,7 @@ def _split(packets: Sequence[torch.Tensor], parts: Sequence[tuple[int, torch.dty
     for size, dtype in parts:
         # A packet holds all blocks of a part together.
         pieces = [
-            packet[:, blocks * begin : blocks * (begin + size)]
+            packet.view(torch.int64)[:, blocks * begin // 8 : blocks * (begin + size) // 8]
             for packet in packets
             if (blocks := packet.shape[1] // block)
         ]

@@ -148,7 +148,7 @@ def test_a_killed_stage_resumes_bit_for_bit(tmp_path: Path, place: str) -> None:
                 found = velocity(model, video, audio, text, times, layout, tables, advance)
             return found[0].square().mean() + found[1].square().mean()
 
-        with deterministic(device):
+        with deterministic():
             train(stage, model, loss, folder, seed=0, log=lambda _: None)
         return model.state_dict()
 

@@ -1,6 +1,7 @@
 """What all tests share.
 
-Where several processes share the machine each has one thread: their pools would only wait for one another.
+Where several processes share the machine each has one thread: their pools would only wait for one another. GPUs are
+there for `pytest -m gpu` alone: the other tests start more ranks than most machines have GPUs, and compare CPU results.
 """
 
 import os
@@ -10,6 +11,15 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return None if config.option.markexpr == "gpu" else "GPUs are hidden; pytest -m gpu runs the tests that need them"
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_latents_have_the_same_bits_whatever_stays_in_memory(small_job, listener
     lean, plain = run("lean", offload="layers"), run("plain", "memory.tables=off")
     assert [record["latents_sha256"] for record in lean] == [record["latents_sha256"] for record in plain]
     # Picture and sound share the first call's timestep, the keyframe has its own; bf16 on a GPU.
-    row = (6 * 6 * 3 + 2) * demo_transformer()["hidden_size"] * (2 if torch.cuda.is_available() else 4)
+    row = (6 * 6 * 3 + 2) * demo_transformer()["hidden_size"] * 4
     assert [record["adaln"]["table_bytes"] for record in lean] == [2 * row, 5 * row]
     assert {record["adaln"]["table_bytes"] for record in plain} == {None}
     assert lean[0]["request"]["settings"]["memory"] == {"offload": "layers", "tables": True}

@@ -180,7 +180,7 @@ def test_nothing_stays_behind(small) -> None:
 
 def test_the_parts_of_a_profiled_call_still_add_up() -> None:
     model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32).eval()
-    inputs, order = packed(20)
+    inputs, order = packed(model, 20)
     run = AttentionRun.start(Attention(backend="dense"), order.video_rows, fused=True)
     install_attention(model, run)
     recorder = Recorder(CPU)
@@ -198,7 +198,7 @@ def demo_call(run_type=AttentionRun, *, fuse=True, histogram=None, spoil=False, 
     model = MiniMaxH3Transformer3DModel.from_pretrained(demo_model_path() / "transformer", dtype=torch.float32).eval()
     for block in model.transformer_blocks:
         block.attn.norm_q.eps = 0.0 if spoil else block.attn.norm_q.eps
-    inputs, order = packed(20)
+    inputs, order = packed(model, 20)
     run = run_type.start(Attention(**({"dense_blocks": "0,5"} | attention)), order.video_rows, fused=fuse)
     run.begin_step(0)
     run.histogram = histogram
@@ -268,7 +268,7 @@ def test_when_a_request_runs_fused() -> None:
 def test_a_record_says_whether_the_blocks_ran_fused(small_job, listener) -> None:
     (record,) = generate([small_job()], listener)
     assert record["request"]["settings"]["fusion"] == "auto"
-    assert record["fusion"] == ("on" if torch.cuda.is_available() else "off")
+    assert record["fusion"] == "off"
     (record,) = generate([small_job("eager.mp4", "fusion=off")], listener)
     assert record["fusion"] == "off"
 

@@ -40,7 +40,7 @@ def test_off_changes_nothing(model) -> None:
 
 @torch.no_grad()
 def test_a_call_moves_by_the_error_of_the_format(model) -> None:
-    inputs, _ = packed(5)
+    inputs, _ = packed(model, 5)
     exact = model(**inputs)
     use_linear(model, FP8)
     for got, expected in zip(model(**inputs), exact, strict=True):

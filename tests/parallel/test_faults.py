@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,32 +48,41 @@ def infinite_model(folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_failing_rank_ends_the_job(
-    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def break_down(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Run a request on two ranks with a fault of `FAULTS`, and look at what it leaves."""
     monkeypatch.setenv("DIFFUSERS_VERBOSITY", "critical")  # as the command line does
     output, pids = tmp_path / "out" / "clip.mp4", tmp_path / "pids"
     output.parent.mkdir()
     pids.mkdir()
-    model = str(infinite_model(tmp_path)) if kind == "non-finite" else None
-    options = Options(prompt="a red ball", preset="demo", width=64, height=64, steps=3, model=model)
-    job = Job(resolve(options, seed=7), output)
-    with pytest.raises(RankError) as error:
-        launch(fail, kind, job, pids, num_ranks=2)
-    assert time.time() - max(path.stat().st_mtime for path in pids.iterdir()) < LIMIT
-    assert re.search(FAULTS[kind], str(error.value))
-    assert error.value.exit_code == 1
-    assert not error.value.__context__ or error.value.__suppress_context__
-    # The caller prints the message; ranks and agent print nothing of their own.
-    assert "rror" not in "".join(capfd.readouterr())
-    kept = [path.name for path in output.parent.iterdir()]
-    if kind != "decoding helper":  # then rank 0 may be ended before it has kept them
-        assert kept == (["clip.latents.safetensors"] if kind == "decode video" else [])
-    assert set(kept) <= {"clip.latents.safetensors"}
-    assert multiprocessing.active_children() == []
-    assert len(list(pids.iterdir())) == 2
-    assert not any(Path("/proc", path.read_text()).exists() for path in pids.iterdir())
+
+    def run(kind: str) -> None:
+        model = str(infinite_model(tmp_path)) if kind == "non-finite" else None
+        options = Options(prompt="a red ball", preset="demo", width=64, height=64, steps=3, model=model)
+        with pytest.raises(RankError) as error:
+            launch(fail, kind, Job(resolve(options, seed=7), output), pids, num_ranks=2)
+        assert time.time() - max(path.stat().st_mtime for path in pids.iterdir()) < LIMIT
+        assert re.search(FAULTS[kind], str(error.value))
+        assert error.value.exit_code == 1
+        assert not error.value.__context__ or error.value.__suppress_context__
+        # The caller prints the message; ranks and agent print nothing of their own.
+        assert "rror" not in "".join(capfd.readouterr())
+        kept = [path.name for path in output.parent.iterdir()]
+        if kind != "decoding helper":  # then rank 0 may be ended before it has kept them
+            assert kept == (["clip.latents.safetensors"] if kind == "decode video" else [])
+        assert set(kept) <= {"clip.latents.safetensors"}
+        assert multiprocessing.active_children() == []
+        assert len(list(pids.iterdir())) == 2
+        assert not any(Path("/proc", path.read_text()).exists() for path in pids.iterdir())
+
+    return run
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_failing_rank_ends_the_job(kind: str, break_down: Callable[[str], None]) -> None:
+    break_down(kind)
 
 
 def test_a_killed_rank_of_eight_ends_the_other_seven(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

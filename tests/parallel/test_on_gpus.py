@@ -1,6 +1,7 @@
 """Over NCCL, two GPUs compute what one does, and the loss of one ends the other."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from solgen.parallel.launch import RankError, launch
 from tests.parallel import on_gpus
 from tests.parallel.exchanging import lose
-from tests.parallel.test_faults import LIMIT
+from tests.parallel.test_faults import FAULTS, LIMIT, break_down  # noqa: F401
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,11 @@ def test_packing_with_the_norms_changes_no_bit(two: dict[str, Any]) -> None:
     for together, apart in two["packing"]:
         for found in (together, apart):
             assert all(torch.equal(*pair) for pair in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_failing_rank_ends_the_job(kind: str, break_down: Callable[[str], None]) -> None:  # noqa: F811
+    break_down(kind)
 
 
 def test_a_killed_rank_frees_both_gpus(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

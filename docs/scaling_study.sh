@@ -67,8 +67,8 @@ lose_a_rank() { # preset: kill one of the most ranks in its calls; the others mu
 
 measure() { # preset, kind
     local file=$OUT/scaling-$1-$2 arguments
-    arguments=(--preset "$1" --gpus "$(counts "$1")" --set "parallel.wire=${2%-overlap}" --attention sol-attn2)
-    if [[ $2 == bf16 ]]; then arguments+=(--attention dense,sol-attn2); fi
+    arguments=(--preset "$1" --gpus "$(counts "$1")" --set "parallel.wire=${2%-overlap}")
+    if [[ $2 == bf16 ]]; then arguments+=(--attention dense,sol-attn2); else arguments+=(--attention sol-attn2); fi
     if [[ $2 == *-overlap ]]; then arguments+=(--set parallel.overlap=on); fi
     if $PYTHON -c 'import matplotlib' 2>/dev/null; then arguments+=(--plot "$file.png"); fi
     $SOLGEN profile --dummy-weights --density 0.1 --runs "$RUNS" $SMALL "${arguments[@]}" --json >"$work/json" || return

@@ -83,17 +83,19 @@ class Ulysses:
         """Begin to exchange this rank's rows of all heads for all rows of its heads, in one all-to-all.
 
         Args:
-            tensors: Query, key and value, each [1, n, H, D], one dtype.
+            tensors: Query, key and value, each [1, n, H, D], one dtype, with unit stride along D and eight bytes to
+                every stride beyond.
 
         Returns:
             Brings the same, each [1, N, H / P, D]: views of the receive buffer, whose channels are contiguous.
         """
         ranks, rows = len(self.rows), self.rows[self.rank]
-        _, _, heads, channels = tensors[0].shape
-        packed = tensors[0].new_empty(ranks, rows, heads // ranks, len(tensors), channels)
-        for index, tensor in enumerate(tensors):
-            packed[..., index, :] = tensor[0].unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
-        return self.start_packed(packed)
+        words = [tensor[0].view(torch.int64) for tensor in tensors]  # eight bytes at a time
+        _, heads, channels = words[0].shape
+        packed = words[0].new_empty(ranks, rows, heads // ranks, len(words), channels)
+        for index, word in enumerate(words):
+            packed[..., index, :] = word.unflatten(1, (ranks, heads // ranks)).transpose(0, 1)
+        return self.start_packed(packed.view(tensors[0].dtype))
 
     def start_packed(self, packed: torch.Tensor) -> Arrival[tuple[torch.Tensor, ...]]:
         """`start_to_heads` of tensors that lie in the send buffer already.

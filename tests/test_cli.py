@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from typer.main import get_command
 
@@ -246,7 +245,6 @@ def test_prompt_files_that_cannot_be_read_are_refused(tmp_path: Path, refused) -
     assert "line 1: steps" in refused("--preset", "demo", "--prompt-file", "types.jsonl")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("preset", ["5s", "base-5s", "hyperflow-1080p15"])
 def test_a_gpu_preset_without_a_gpu_says_so(preset: str, refused) -> None:
     assert "no CUDA GPU found" in (line := refused("--preset", preset, "-p", "x", code=1))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.command_line import solgen
 
@@ -27,7 +26,6 @@ def test_from_must_hold_weights(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"--from {tmp_path} is neither a run nor a model" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can train")
 def test_without_a_gpu_only_the_smoke_form_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert solgen("train", "demo", "-o", str(tmp_path / "run")) == 1
     assert "no CUDA GPU found" in capsys.readouterr().err

@@ -3,12 +3,19 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
-from solgen.kernels.fused import gated_residual, gated_residual_norm, qk_norm_rope, rms_norm_modulate, swiglu
+from solgen.kernels.fused import (
+    gated_residual,
+    gated_residual_norm,
+    norm_pack,
+    qk_norm_rope,
+    rms_norm_modulate,
+    swiglu,
+)
 
 Tensors = tuple[torch.Tensor, ...]
 Form = Callable[..., Any]
@@ -19,6 +26,9 @@ TABLE_ROWS = 9
 
 ROTARY = 96
 """Rotated channels of a head."""
+
+RANKS = 2
+"""Ranks that heads are packed for."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,23 @@ def make_pairs(rows: int, sizes: Sizes, seed: int, device: torch.device) -> Iter
     packed = {"x": normal(rows, 2 * sizes.inner)}
     yield Pair("SwiGLU", *_forms(swiglu, _swiglu), packed, {}, 6 * rows * sizes.inner)
     del packed
-    query, key, _ = normal(rows, 3, sizes.heads, sizes.head).unbind(1)
+    query, key, value = normal(rows, 3, sizes.heads, sizes.head).unbind(1)
     turns = torch.rand(rows, ROTARY // 2, generator=generator, device=device) * 60
+    weights = {name: 1 + 0.1 * normal(sizes.head) for name in ("query_weight", "key_weight")}
+    yield Pair(
+        "qk-norm + rotary + packing",
+        *_forms(_norm_pack, _norm_rope_copy),
+        {"query": query, "key": key, "value": value, "cos": turns.cos(), "sin": turns.sin()},
+        weights,
+        12 * rows * heads + 4 * rows * ROTARY,
+    )
+    del value
     turns = torch.cat([turns, turns], dim=1)
     yield Pair(
         "qk-norm + rotary",
         *_forms(partial(qk_norm_rope, eps=EPS), _norm_rope),
         {"query": query, "key": key, "cos": turns.cos(), "sin": turns.sin()},
-        {name: 1 + 0.1 * normal(sizes.head) for name in ("query_weight", "key_weight")},
+        weights,
         8 * rows * heads + 8 * rows * ROTARY,
     )
     del query, key, turns
@@ -176,6 +195,20 @@ def _norm_rope(
         return torch.cat((rotary, rest), dim=-1).contiguous()
 
     return rotate(query, query_weight), rotate(key, key_weight)
+
+
+def _norm_pack(impl: Literal["reference"] | None = None, **inputs: torch.Tensor) -> torch.Tensor:
+    """[n, P, ...], so that rows come first."""
+    return norm_pack(**inputs, eps=EPS, ranks=RANKS, impl=impl).transpose(0, 1)
+
+
+def _norm_rope_copy(value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    cos, sin = (torch.cat([table, table], dim=1) for table in (cos, sin))
+    rows, heads, width = value.shape
+    packed = value.new_empty(RANKS, rows, heads // RANKS, 3, width)
+    for index, tensor in enumerate((*_norm_rope(cos=cos, sin=sin, **inputs), value)):
+        packed[..., index, :] = tensor.unflatten(1, (RANKS, -1)).transpose(0, 1)
+    return packed.transpose(0, 1)
 
 
 def _three_products(input: torch.Tensor, weight: torch.Tensor) -> Tensors:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from solgen.engine.json_file import read_object
 from solgen.engine.profile.breakdown import ATTENTION, ELEMENTWISE, FFN, PROJECTIONS
+from solgen.engine.profile.plan import STOCK
 from solgen.errors import InputError
 from solgen.kernels.sol_attn2.config import BLOCK, HEAD_DIM
 from solgen.kernels.sol_attn2.wire import OUTPUT_BYTES, PACKET_BYTES
@@ -29,20 +30,21 @@ from solgen.parallel.ulysses import split_rows
 DIVIDED = (ATTENTION, PROJECTIONS, FFN, ELEMENTWISE)
 """Parts of a call that ranks share."""
 
+HEADS = 56
+"""Of MiniMax-H3, where a profile does not tell them."""
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What the model assumes of the GPUs and the transformer.
+    """What the model assumes of the GPUs.
 
     Attributes:
         link: GB/s that every GPU sends and receives at once; 323 were measured with NCCL's all-to-all on two H200s.
         memory: GB/s of a copy on the device, read and written; measured.
-        heads: Of MiniMax-H3.
     """
 
     link: float = 323.0
     memory: float = 4200.0
-    heads: int = 56
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def predict(
     whole = sum(parts[name] for name in wholes.difference(DIVIDED))
     exchanges = copies = hidden = 0.0
     if gpus > 1:
-        pairs = max(shares) * machine.heads  # rows and heads of a rank
+        pairs = max(shares) * _heads(report)  # rows and heads of a rank
         early = (2 / 3 * parts["QKV"] + parts["qk norms, rotary"]) / gpus / blocks
         sparse = arm["sparse_blocks"]
         for kind, count in ((WIRES[wire], sparse), (WIRES["bf16"], blocks - sparse)):
@@ -117,8 +119,8 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
     """Predictions for every arm of a profile on one GPU, beside what was measured on several.
 
     Args:
-        paths: JSON of `solgen profile`. Files with as many rows belong together: the first profile on one GPU is what
-            all is predicted from, and every file with several numbers of GPUs has measured with its own wire.
+        paths: JSON of `solgen profile`. Files with as many rows belong together: an arm is predicted from the first
+            profile on one GPU that has it, and every file with several numbers of GPUs has measured with its own wire.
         gpus: Numbers of GPUs.
         machine: Its speeds.
 
@@ -128,8 +130,6 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
     Raises:
         InputError: if none of the files of as many rows holds a profile on one GPU, or heads do not divide.
     """
-    if bad := [count for count in gpus if machine.heads % count]:
-        raise InputError(f"--gpus {bad[0]}: {machine.heads} heads cannot be split over {bad[0]} GPUs")
     groups: dict[int | None, dict[Path, dict[str, Any]]] = defaultdict(dict)
     for path in paths:
         found = read_object(path)
@@ -138,17 +138,19 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
 
 
 def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Machine) -> dict[str, Any]:
-    bases = {
-        path: profile
-        for path, found in files.items()
-        for profile in _profiles(found)
-        if profile.get("facts", {}).get("world size") == 1
-    }
+    bases: dict[str, tuple[Path, dict[str, Any], dict[str, Any]]] = {}
+    for path, found in files.items():
+        for profile in _profiles(found):
+            if profile.get("facts", {}).get("world size") == 1:
+                for arm in profile["arms"]:
+                    bases.setdefault(arm["name"], (path, profile, arm))
+    bases.pop(STOCK, None)
     if not bases:
         names = ", ".join(map(str, files))
         raise InputError(f"{names}: no profile on one GPU; give one of as many rows, of solgen profile --gpus 1 --json")
-    path, base = next(iter(bases.items()))
-    facts = base["facts"]
+    heads = {_heads(profile) for _, profile, _ in bases.values()}
+    if bad := [(total, count) for total in heads for count in gpus if total % count]:
+        raise InputError(f"--gpus {bad[0][1]}: {bad[0][0]} heads cannot be split over {bad[0][1]} GPUs")
     measured = {}
     for found in files.values():
         exchanged = _profiles(found)[0]["facts"]
@@ -156,15 +158,19 @@ def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Mac
             key = row["arm"], row["gpus"], exchanged.get("wire"), exchanged.get("overlap") == "on"
             measured[key] = row["call_ms"]
     rows = []
-    for arm in base["arms"]:
-        if arm["name"] == "stock":
-            continue
+    for path, base, arm in bases.values():
         for wire in WIRES if arm["sparse_blocks"] else ("bf16",):
             for overlap in (False, True):
                 for count in gpus:
                     row = predict(base, arm, count, wire=wire, overlap=overlap, machine=machine)
-                    rows.append(row | {"measured_ms": measured.get((arm["name"], count, wire, overlap))})
-    return {"profile": str(path), "rows": facts["rows"], "machine": vars(machine), "predictions": rows}
+                    seen = measured.get((arm["name"], count, wire, overlap))
+                    rows.append({"profile": str(path)} | row | {"measured_ms": seen})
+    num_rows = next(iter(bases.values()))[1]["facts"]["rows"]
+    return {"rows": num_rows, "machine": vars(machine), "predictions": rows}
+
+
+def _heads(report: dict[str, Any]) -> int:
+    return report["facts"].get("heads", HEADS)
 
 
 def _profiles(found: dict[str, Any]) -> list[dict[str, Any]]:

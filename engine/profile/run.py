@@ -113,6 +113,7 @@ def profile(
         "world size": world.size,
         "wire": request.preset.parallel.wire,
         "overlap": "on" if request.preset.parallel.overlap else "off",
+        "heads": transformer.config.num_attention_heads,
         "rows": arms[0].run.video_rows.numel(),
         **{f"{name} rows": clip.state.get(f"{name}_indices").numel() for name in ("video", "audio", "text")},
         "denoiser call": f"{bench.index + 1} of {steps}, on noise",

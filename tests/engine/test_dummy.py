@@ -89,7 +89,6 @@ def test_a_two_time_preset_gets_a_two_time_model() -> None:
         assert takes_two_times(RandomWeights(repository, CPU, torch.float32).transformer()) is expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal of machines without a GPU")
 def test_a_full_size_preset_needs_a_gpu() -> None:
     (job,) = plan_arms(Options(prompt="x", preset="hyperflow-5s"), None, dummy=True, text_rows=None)
     with pytest.raises(SetupError, match="no CUDA GPU found; preset hyperflow-5s needs one"):

@@ -273,7 +273,6 @@ def test_a_record_says_whether_the_blocks_ran_fused(small_job, listener) -> None
     assert record["fusion"] == "off"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run here")
 def test_fusion_that_cannot_be_had_is_refused_before_anything_loads(small_job, listener) -> None:
     with pytest.raises(InputError, match="use --set fusion=auto"):
         generate([small_job("clip.mp4", "fusion=on")], listener)

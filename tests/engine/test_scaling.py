@@ -77,15 +77,36 @@ def test_files_of_as_many_rows_share_the_profile_on_one_gpu(tmp_path: Path) -> N
     with pytest.raises(InputError, match="no profile on one GPU"):
         bench_scaling([path, alone[0]], [4], Machine())
     with pytest.raises(InputError, match="--gpus 3: 56 heads cannot be split over 3 GPUs"):
-        bench_scaling([path], [1, 3], Machine())
+        bench_scaling([alone[0]], [1, 3], Machine())
     large, small = bench_scaling([path, *alone[::-1]], [4], Machine())
-    assert [(report["profile"], report["rows"]) for report in (large, small)] == [
-        (str(alone[1]), 219_524),
-        (str(alone[0]), 83_061),
-    ]
+    for found, profile, rows in ((large, alone[1], 219_524), (small, alone[0], 83_061)):
+        assert found["rows"] == rows
+        assert {row["profile"] for row in found["predictions"]} == {str(profile)}
     measured = [row for row in large["predictions"] if row["measured_ms"] is not None]
     assert [(row["arm"], row["wire"], row["overlap"], row["measured_ms"]) for row in measured] == [
         ("sol-attn2", "fp8", False, 9999.0)
     ]
     assert measured[0]["call_ms"] == row(report, "sol-attn2", 4, "fp8")["call_ms"]
     assert all(row["measured_ms"] is None for row in small["predictions"])
+
+
+def test_every_arm_is_predicted_from_the_first_profile_that_has_it(tmp_path: Path, report: dict) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    sparse = [arm for arm in report["arms"] if arm["name"] == "sol-attn2"]
+    first.write_text(json.dumps(report | {"arms": sparse}))
+    second.write_text(json.dumps(report))
+    (found,) = bench_scaling([first, second], [2], Machine())
+    assert {row["arm"]: row["profile"] for row in found["predictions"]} == {
+        "sol-attn2": str(first),
+        "dense": str(second),
+    }
+
+
+def test_a_profile_tells_its_heads(tmp_path: Path, report: dict) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(report | {"facts": report["facts"] | {"heads": 8}}))
+    (found,) = bench_scaling([path], [2], Machine())
+    whole, eighth = row(report, "dense", 2), found["predictions"][0]
+    assert eighth["exposed_ms"] == pytest.approx(whole["exposed_ms"] / 7)
+    with pytest.raises(InputError, match="--gpus 7: 8 heads cannot be split over 7 GPUs"):
+        bench_scaling([path], [2, 7], Machine())

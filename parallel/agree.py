@@ -1,6 +1,7 @@
 """What the processes of a run agree on before and after the work; a process alone agrees with itself."""
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,12 +27,15 @@ class LostRankError(SolgenError):
 def joined(world: World) -> Iterator[None]:
     """Meet the other processes: NCCL between GPUs, gloo between CPUs and for Python objects.
 
+    From here on a kernel that several of them want is compiled once on a machine, unless TRITON_CACHE_MANAGER is set.
+
     Raises:
         SetupError: if this process has no GPU of its own on a machine with GPUs.
     """
     if world.size == 1:
         yield
         return
+    os.environ.setdefault("TRITON_CACHE_MANAGER", "solgen.parallel.compile_once:WaitingCacheManager")
     backend = "gloo"
     if torch.cuda.is_available():
         require_gpus(world.local_rank + 1)

@@ -13,6 +13,8 @@ from solgen.parallel.ulysses import split_rows
 from tests.parallel import on_ranks
 from tests.parallel.on_ranks import SOUND
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one worker measures, for all
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:

@@ -84,6 +84,7 @@ def train(
         torch._foreach_copy_(average, state["average"])
         for optimiser, saved in zip(optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(saved)
+    _forget(folder / "curves.jsonl", stage, start)
     began = time.monotonic() - spent
     for step in range(start, stage.steps):
         for optimiser in optimisers:
@@ -166,6 +167,17 @@ def _record(path: Path, stage: Stage, step: int, loss: float, seconds: float, lo
         )
     if step % max(1, stage.steps // 10) < max(1, stage.steps // 100) or step == stage.steps - 1:
         log(f"{stage.name} {step + 1}/{stage.steps} loss {loss:.4f} {seconds:.0f} s")
+
+
+def _forget(path: Path, stage: Stage, step: int) -> None:
+    """Drop what a killed run recorded of steps that are taken again."""
+    if not path.is_file():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    records = [(line, json.loads(line)) for line in lines if line.endswith("\n")]  # a kill may cut the last one
+    draft = path.with_suffix(".part")
+    draft.write_text("".join(line for line, of in records if of["stage"] != stage.name or of["step"] < step))
+    draft.replace(path)
 
 
 def _save(state: Any, path: Path) -> None:

@@ -158,6 +158,8 @@ def test_a_killed_stage_resumes_bit_for_bit(tmp_path: Path, place: str) -> None:
     parts = run(tmp_path / "parts", None)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     assert not (tmp_path / "parts" / "tiny.ckpt").exists()
+    records = [json.loads(line) for line in (tmp_path / "parts" / "curves.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(stage.steps))
     stored = load_file(tmp_path / "parts" / "tiny.safetensors")
     assert all(torch.equal(stored[name].float(), whole[name].float().cpu()) for name in whole)
 

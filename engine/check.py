@@ -13,7 +13,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
 from solgen.engine.adapters.contract import contradictions
 from solgen.engine.adapters.overlay import Overlay, open_overlay
 from solgen.engine.adapters.source import preset_source
-from solgen.engine.attention import check_attention
+from solgen.engine.attention_run import check_attention
 from solgen.engine.batch import Job
 from solgen.engine.dummy import DummyRepository, RandomWeights, check_memory, open_dummy
 from solgen.engine.exchange import check_wire

@@ -10,7 +10,7 @@ from diffusers.modular_pipelines.modular_pipeline import (
     PipelineState,
 )
 
-from solgen.engine.attention import AttentionRun, solve_density
+from solgen.engine.attention_run import AttentionRun, solve_density
 from solgen.engine.pipeline import H3Pipeline
 from solgen.errors import SolgenError
 from solgen.kernels.sol_attn2 import NonFiniteError

@@ -12,7 +12,8 @@ from diffusers.modular_pipelines.minimax_h3.modular_pipeline import resolve_canv
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from solgen.engine.adapters.two_time import takes_two_times
-from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.attention import install_attention
+from solgen.engine.attention_run import AttentionRun
 from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import Latents, decode_video

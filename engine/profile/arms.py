@@ -10,7 +10,8 @@ from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import BlockState, LoopSequentialPipelineBlocks
 from torch import nn
 
-from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.attention import install_attention
+from solgen.engine.attention_run import AttentionRun
 from solgen.engine.denoise import calibrate, forward
 from solgen.engine.dummy import RandomWeights
 from solgen.engine.fusion import fused

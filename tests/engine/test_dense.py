@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.attention import install_attention
+from solgen.engine.attention_run import AttentionRun
 from solgen.engine.dense import choose_dense, dense_attention
 from solgen.engine.dummy import RandomWeights, open_dummy
 from solgen.engine.profile.plan import plan_arms

@@ -13,7 +13,8 @@ from torch import nn
 
 from solgen.engine.adapters.branch import add_branches
 from solgen.engine.adapters.merge import Delta
-from solgen.engine.attention import AttentionRun, install_attention
+from solgen.engine.attention import install_attention
+from solgen.engine.attention_run import AttentionRun
 from solgen.engine.fusion import check_fusion, fused, runs_fused
 from solgen.engine.generate import generate
 from solgen.engine.profile.breakdown import breakdown, timed_modules

@@ -4,7 +4,8 @@ import pytest
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from solgen.engine.attention import AttentionRun, check_attention, install_attention
+from solgen.engine.attention import install_attention
+from solgen.engine.attention_run import AttentionRun, check_attention
 from solgen.engine.packing import cube_token_order
 from solgen.errors import InputError
 from solgen.presets.demo import demo_model_path

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from diffusers import MiniMaxH3Transformer3DModel
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
-from solgen.engine.attention import AttentionRun, BlockAttention, QueryAndKey, install_attention
+from solgen.engine.attention import BlockAttention, QueryAndKey, install_attention
+from solgen.engine.attention_run import AttentionRun
 from solgen.engine.batch import Job
 from solgen.engine.check import check
 from solgen.engine.decode import decode_video

@@ -23,11 +23,11 @@ class WaitingCacheManager(FileCacheManager):
         found = super().get_group(filename)
         if found or self.lock_path is None:
             return found
-        self._lock = open(self.lock_path, "w")  # noqa: SIM115, held until the group is there
         try:
+            self._lock = open(self.lock_path, "w")  # noqa: SIM115, held until the group is there
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError:
-            return None  # a file system without locks: every rank compiles, as with Triton's own cache
+            return None  # without locks every rank compiles, as with Triton's own cache
         found = super().get_group(filename)
         if found:
             self._lock.close()

@@ -54,3 +54,11 @@ def test_the_others_find_what_one_made(cache: Path) -> None:
     # A group whose files are gone is none.
     Path(group[KERNEL]).unlink()
     assert not WaitingCacheManager("key").get_group(KERNEL)
+
+
+def test_without_a_lock_everybody_compiles(cache: Path) -> None:
+    managers = [WaitingCacheManager("key") for _ in range(2)]
+    (cache / "key" / "lock").mkdir()
+    for manager in managers:
+        assert manager.get_group(KERNEL) is None
+        manager.put_group(KERNEL, {KERNEL: manager.put("{}", KERNEL)})

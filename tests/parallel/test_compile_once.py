@@ -59,6 +59,6 @@ def test_the_others_find_what_one_made(cache: Path) -> None:
 def test_without_a_lock_everybody_compiles(cache: Path) -> None:
     managers = [WaitingCacheManager("key") for _ in range(2)]
     (cache / "key" / "lock").mkdir()
+    assert [manager.get_group(KERNEL) for manager in managers] == [None, None]
     for manager in managers:
-        assert manager.get_group(KERNEL) is None
         manager.put_group(KERNEL, {KERNEL: manager.put("{}", KERNEL)})

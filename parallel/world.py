@@ -26,7 +26,7 @@ class World:
         """Read RANK, WORLD_SIZE and LOCAL_RANK, as torchrun sets them; without them the process is alone.
 
         Raises:
-            InputError: if they are not numbers that fit each other.
+            InputError: if they are not numbers that fit each other, or several processes are not told where to meet.
         """
         rank, size = environment.get("RANK", "0"), environment.get("WORLD_SIZE", "1")
         local_rank = environment.get("LOCAL_RANK", rank)
@@ -35,4 +35,6 @@ class World:
                 f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank} do not fit each other; "
                 "start ranks with torchrun"
             )
+        if int(size) > 1 and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]):
+            raise InputError(f"WORLD_SIZE={size}, but {missing[0]} is not set; start ranks with torchrun")
         return cls(int(rank), int(size), int(local_rank))

@@ -192,7 +192,8 @@ def test_torchrun_refuses_once_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_gpus_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+    there = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in there.items():
         monkeypatch.setitem(os.environ, name, value)
     assert solgen("generate", *SMALL, *PROMPT, "--gpus", "4") == 2
     assert "--gpus 4, but torchrun started 2 processes; leave --gpus out" in capfd.readouterr().err

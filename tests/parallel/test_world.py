@@ -15,8 +15,11 @@ def test_without_torchrun_the_process_is_alone() -> None:
 
 
 def test_torchrun_sets_rank_size_and_local_rank() -> None:
-    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert World.from_environment(environment) == World(rank=3, size=4, local_rank=1)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        with pytest.raises(InputError, match=f"WORLD_SIZE=4, but {name} is not set; start ranks with torchrun"):
+            World.from_environment({key: value for key, value in environment.items() if key != name})
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def merge(
 def scaling(
     profiles: Annotated[list[Path], typer.Argument(help="JSON of solgen profile; with --gpus 1,2, measured beside.")],
     gpus: Annotated[str, typer.Option(help="Numbers of GPUs, separated by commas.")] = "1,2,4,8",
-    link: Annotated[float, typer.Option(help="GB/s that a GPU sends and receives at once.")] = 323.0,
+    link: Annotated[float, typer.Option(help="GB/s that a GPU sends and receives at once.", min=1)] = 323.0,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result here.", metavar="FILE")] = None,
     debug: options.Debug = False,
 ) -> None:

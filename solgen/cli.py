@@ -180,7 +180,7 @@ def profile(
 
 def _show_scaling(rows: list[dict[str, Any]], reports: list[dict[str, Any]], plot: Path | None, as_json: bool) -> None:
     from solgen.engine.bench.show import show
-    from solgen.engine.profile.scaling import scaling_plot, scaling_table
+    from solgen.engine.profile.scaling import scaling_plot, scaling_tables
     from solgen.engine.profile.show import headline, tables
 
     if as_json:
@@ -189,7 +189,7 @@ def _show_scaling(rows: list[dict[str, Any]], reports: list[dict[str, Any]], plo
         for report in reports:
             print(headline(report))
             show(tables(report))
-        show(iter([scaling_table(rows)]))
+        show(scaling_tables(rows))
     if plot is not None:
         scaling_plot(rows, f"{reports[0]['device']}, {reports[0]['facts']['rows']:,} rows", plot)
 

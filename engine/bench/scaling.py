@@ -30,6 +30,9 @@ from solgen.parallel.ulysses import split_rows
 DIVIDED = (ATTENTION, PROJECTIONS, FFN, ELEMENTWISE)
 """Parts of a call that ranks share."""
 
+ARM = {"name", "call_ms", "instrumented_ms", "modules", "sparse_blocks"}
+"""What an arm of a profile has."""
+
 HEADS = 56
 """Of MiniMax-H3, where a profile does not tell them."""
 
@@ -128,7 +131,7 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
         A report for every number of rows.
 
     Raises:
-        InputError: if none of the files of as many rows holds a profile on one GPU, or heads do not divide.
+        InputError: if a file is none of these, none of as many rows holds a profile on one GPU, or heads do not divide.
     """
     groups: dict[int | None, dict[Path, dict[str, Any]]] = defaultdict(dict)
     for path in paths:
@@ -142,7 +145,11 @@ def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Mac
     for path, found in files.items():
         for profile in _profiles(found):
             if profile.get("facts", {}).get("world size") == 1:
-                for arm in profile["arms"]:
+                for arm in profile.get("arms", ()):
+                    if lacking := ARM - arm.keys():
+                        raise InputError(
+                            f"{path}: an arm lacks {min(lacking)}; give JSON of solgen profile of this version"
+                        )
                     bases.setdefault(arm["name"], (path, profile, arm))
     bases.pop(STOCK, None)
     if not bases:

@@ -1,6 +1,6 @@
 """One profile on several numbers of GPUs: how much faster, and what is lost to communication and uneven shares."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,35 +93,20 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def scaling_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A line for every arm and number of GPUs."""
-    columns = (
-        "GPUs",
-        "call, ms",
-        "faster",
-        "efficiency",
-        "exchanges exposed, ms",
-        "hidden",
-        "of the call",
-        "imbalance",
-    )
-    table = Table(
-        "",
-        *columns,
-        "peak, GiB",
-        "error, video",
-        "audio",
-        "attention",
-        title=f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}",
-    )
+def scaling_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    """A line for every arm and number of GPUs: how fast, then what it needs and whether it is the same."""
+    speed = Table("", "GPUs", "call, ms", "faster", "efficiency", "exposed, ms", "hidden", "of the call", "imbalance")
+    speed.title = f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}; exchanges, exposed and hidden"
+    same = Table("", "GPUs", "peak, GiB", "video", "audio", "attention", title="errors")
     for row in rows:
         shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
         waits = (f"{row[name]:,.1f}" for name in ("communication_ms", "hidden_ms"))
-        errors = (f"{row[f'{part}_error']:.1e}" for part in COMPARED)
-        peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         times = f"{row['call_ms']:,.1f}", f"{row['speedup']:.2f}x", f"{row['efficiency']:.1%}"
-        table.add_row(row["arm"], str(row["gpus"]), *times, *waits, *shares, peak, *errors)
-    return table
+        speed.add_row(row["arm"], str(row["gpus"]), *times, *waits, *shares)
+        peak = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        same.add_row(row["arm"], str(row["gpus"]), peak, *(f"{row[f'{part}_error']:.1e}" for part in COMPARED))
+    yield speed
+    yield same
 
 
 def scaling_plot(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:

@@ -102,6 +102,13 @@ def test_every_arm_is_predicted_from_the_first_profile_that_has_it(tmp_path: Pat
     }
 
 
+def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, report: dict) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(report | {"arms": [{"name": "dense", "call_ms": 1.0, "modules": []}]}))
+    with pytest.raises(InputError, match="profile.json: an arm lacks instrumented_ms; give JSON of solgen profile"):
+        bench_scaling([path], [2], Machine())
+
+
 def test_a_profile_tells_its_heads(tmp_path: Path, report: dict) -> None:
     path = tmp_path / "profile.json"
     path.write_text(json.dumps(report | {"facts": report["facts"] | {"heads": 8}}))

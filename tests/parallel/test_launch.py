@@ -13,7 +13,7 @@ import pytest
 
 from solgen.engine.bench.show import show
 from solgen.engine.generate import generate
-from solgen.engine.profile.scaling import scaling_table
+from solgen.engine.profile.scaling import scaling_tables
 from solgen.engine.stages import Silent
 from tests.command_line import solgen
 from tests.engine.conftest import small_job  # noqa: F401
@@ -117,8 +117,10 @@ def test_a_profile_compares_numbers_of_ranks(tmp_path: Path, capfd: pytest.Captu
             assert one[name] == 0
             assert two[name] < (1e-5 if two["arm"] == "dense" else 1e-2)
     assert not plot or (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    show(iter([scaling_table(rows)]))
-    assert "over 1 GPU" in capfd.readouterr().out
+    show(scaling_tables(rows))
+    out = capfd.readouterr().out
+    assert "over 1 GPU" in out
+    assert "…" not in out  # no number is cut off
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def wants_gpus(config: pytest.Config) -> bool:
+    """Whether `-m` asks for the tests that need one."""
+    words = config.option.markexpr.split()
+    return "gpu" in words and "not gpu" not in " ".join(words)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu":
+    if not wants_gpus(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if config.option.markexpr == "gpu" else "GPUs are hidden; pytest -m gpu runs the tests that need them"
+    return None if wants_gpus(config) else "GPUs are hidden; pytest -m gpu runs the tests that need them"
 
 
 @pytest.fixture

@@ -19,9 +19,19 @@ def double(p_x):
     tl.store(p_x, 2 * tl.load(p_x))
 
 
-def compile_kernel() -> None:
+@triton.jit
+def wrong(p_x):
+    tl.static_assert(False, "on purpose")
+
+
+def compile_kernel(kernel: Any = double) -> None:
     """For an H200, which need not be there."""
-    triton.compile(triton.compiler.ASTSource(double, {"p_x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
+    triton.compile(triton.compiler.ASTSource(kernel, {"p_x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
+
+
+def compile_wrongly() -> None:
+    """Fail to compile."""
+    compile_kernel(wrong)
 
 
 def compile_together(cache: str) -> list[bool]:

@@ -1,4 +1,4 @@
-"""What the attention processors of one request share, and whether it can be served."""
+"""What the attention processors of one request share, and the settings that are refused before."""
 
 import dataclasses
 import math

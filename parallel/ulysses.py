@@ -83,12 +83,17 @@ class Ulysses:
         """Begin to exchange this rank's rows of all heads for all rows of its heads, in one all-to-all.
 
         Args:
-            tensors: Query, key and value, each [1, n, H, D], one dtype, with unit stride along D and eight bytes to
-                every stride beyond.
+            tensors: Query, key and value, each [1, n, H, D], one dtype, with unit stride along D; rows, heads and the
+                first element lie at multiples of eight bytes.
 
         Returns:
             Brings the same, each [1, N, H / P, D]: views of the receive buffer, whose channels are contiguous.
+
+        Raises:
+            ValueError: if dtypes differ.
         """
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"tensors of {', '.join(map(str, dtypes))}; expected one dtype")
         ranks, rows = len(self.rows), self.rows[self.rank]
         words = [tensor[0].view(torch.int64) for tensor in tensors]  # eight bytes at a time
         _, heads, channels = words[0].shape

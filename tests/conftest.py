@@ -5,6 +5,7 @@ there for `pytest -m gpu` alone: the other tests start more ranks than most mach
 """
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def wants_gpus(config: pytest.Config) -> bool:
     """Whether `-m` asks for the tests that need one."""
-    words = config.option.markexpr.split()
-    return "gpu" in words and "not gpu" not in " ".join(words)
+    return re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:

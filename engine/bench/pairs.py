@@ -123,7 +123,6 @@ def make_pairs(rows: int, sizes: Sizes, seed: int, device: torch.device) -> Iter
         weights,
         12 * rows * heads + 4 * rows * ROTARY,
     )
-    del value
     turns = torch.cat([turns, turns], dim=1)
     yield Pair(
         "qk-norm + rotary",

@@ -33,6 +33,9 @@ DIVIDED = (ATTENTION, PROJECTIONS, FFN, ELEMENTWISE)
 ARM = {"name", "call_ms", "instrumented_ms", "modules", "sparse_blocks"}
 """What an arm of a profile has."""
 
+READ = {ATTENTION, "QKV", "qk norms, rotary"}
+"""Parts of a call that are read by name."""
+
 HEADS = 56
 """Of MiniMax-H3, where a profile does not tell them."""
 
@@ -123,7 +126,7 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
 
     Args:
         paths: JSON of `solgen profile`. Files with as many rows belong together: an arm is predicted from the first
-            profile on one GPU that has it, and every file with several numbers of GPUs has measured with its own wire.
+            profile on one GPU that has it, and stands beside the first that measured it with the same wire.
         gpus: Numbers of GPUs.
         machine: Its speeds.
 
@@ -131,12 +134,15 @@ def bench_scaling(paths: Sequence[Path], gpus: Sequence[int], machine: Machine) 
         A report for every number of rows.
 
     Raises:
-        InputError: if a file is none of these, none of as many rows holds a profile on one GPU, or heads do not divide.
+        InputError: if a file is not such JSON, the files of as many rows hold no profile on one GPU, or heads do not
+            divide.
     """
-    groups: dict[int | None, dict[Path, dict[str, Any]]] = defaultdict(dict)
+    groups: dict[int, dict[Path, dict[str, Any]]] = defaultdict(dict)
     for path in paths:
         found = read_object(path)
-        groups[_profiles(found)[0].get("facts", {}).get("rows")][path] = found
+        if not _is_profile(found):
+            raise InputError(f"{path} is not JSON of solgen profile of this version; write it again")
+        groups[_profiles(found)[0]["facts"]["rows"]][path] = found
     return [_beside(files, gpus, machine) for files in groups.values()]
 
 
@@ -144,12 +150,8 @@ def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Mac
     bases: dict[str, tuple[Path, dict[str, Any], dict[str, Any]]] = {}
     for path, found in files.items():
         for profile in _profiles(found):
-            if profile.get("facts", {}).get("world size") == 1:
-                for arm in profile.get("arms", ()):
-                    if lacking := ARM - arm.keys():
-                        raise InputError(
-                            f"{path}: an arm lacks {min(lacking)}; give JSON of solgen profile of this version"
-                        )
+            if profile["facts"]["world size"] == 1:
+                for arm in profile["arms"]:
                     bases.setdefault(arm["name"], (path, profile, arm))
     bases.pop(STOCK, None)
     if not bases:
@@ -158,12 +160,12 @@ def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Mac
     heads = {_heads(profile) for _, profile, _ in bases.values()}
     if bad := [(total, count) for total in heads for count in gpus if total % count]:
         raise InputError(f"--gpus {bad[0][1]}: {bad[0][0]} heads cannot be split over {bad[0][1]} GPUs")
-    measured = {}
+    measured: dict[tuple[str, int, str | None, bool], float] = {}
     for found in files.values():
         exchanged = _profiles(found)[0]["facts"]
         for row in found.get("scaling", ()):
             key = row["arm"], row["gpus"], exchanged.get("wire"), exchanged.get("overlap") == "on"
-            measured[key] = row["call_ms"]
+            measured.setdefault(key, row["call_ms"])
     rows = []
     for path, base, arm in bases.values():
         for wire in WIRES if arm["sparse_blocks"] else ("bf16",):
@@ -174,6 +176,21 @@ def _beside(files: dict[Path, dict[str, Any]], gpus: Sequence[int], machine: Mac
                     rows.append({"profile": str(path)} | row | {"measured_ms": seen})
     num_rows = next(iter(bases.values()))[1]["facts"]["rows"]
     return {"rows": num_rows, "machine": vars(machine), "predictions": rows}
+
+
+def _is_profile(found: dict[str, Any]) -> bool:
+    """Whether it is what `solgen profile --json` writes, as far as it is read here."""
+    try:
+        reports = found.get("reports") or [found]
+        arms = [arm for profile in reports for arm in profile["arms"]]
+        return (
+            all(isinstance(profile["facts"][name], int) for profile in reports for name in ("rows", "world size"))
+            and all(ARM <= arm.keys() and READ <= {row["name"] for row in arm["modules"]} for arm in arms)
+            and all({"ms", "calls", "part_of"} <= row.keys() for arm in arms for row in arm["modules"])
+            and all({"arm", "gpus", "call_ms"} <= row.keys() for row in found.get("scaling", ()))
+        )
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _heads(report: dict[str, Any]) -> int:

@@ -176,7 +176,9 @@ def _forget(path: Path, stage: Stage, step: int) -> None:
     lines = path.read_text().splitlines(keepends=True)
     records = [(line, json.loads(line)) for line in lines if line.endswith("\n")]  # a kill may cut the last one
     draft = path.with_suffix(".part")
-    draft.write_text("".join(line for line, of in records if of["stage"] != stage.name or of["step"] < step))
+    draft.write_text(
+        "".join(line for line, record in records if record["stage"] != stage.name or record["step"] < step)
+    )
     draft.replace(path)
 
 

@@ -97,7 +97,7 @@ def scaling_tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
     """A line for every arm and number of GPUs: how fast, then what it needs and whether it is the same."""
     speed = Table("", "GPUs", "call, ms", "faster", "efficiency", "exposed, ms", "hidden", "of the call", "imbalance")
     speed.title = f"over {rows[0]['gpus']} GPU{'s' * (rows[0]['gpus'] > 1)}; exchanges, exposed and hidden"
-    same = Table("", "GPUs", "peak, GiB", "video", "audio", "attention", title="errors")
+    same = Table("", "GPUs", "peak, GiB", "video", "audio", "attention", title="memory and errors")
     for row in rows:
         shares = (f"{row[name]:.1%}" for name in ("communication_share", "imbalance"))
         waits = (f"{row[name]:,.1f}" for name in ("communication_ms", "hidden_ms"))

@@ -102,11 +102,32 @@ def test_every_arm_is_predicted_from_the_first_profile_that_has_it(tmp_path: Pat
     }
 
 
+def test_the_first_measurement_stands_beside(tmp_path: Path, report: dict) -> None:
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, call in zip(paths, (111.0, 222.0), strict=True):
+        rows = [{"arm": "dense", "gpus": 2, "call_ms": call}]
+        facts = report["facts"] | {"wire": "bf16", "overlap": "off"}
+        path.write_text(json.dumps({"reports": [report | {"facts": facts}], "scaling": rows}))
+    (found,) = bench_scaling(paths, [2], Machine())
+    assert {row["measured_ms"] for row in found["predictions"]} == {111.0, None}
+
+
 def test_what_is_no_profile_is_refused_by_name(tmp_path: Path, report: dict) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(report | {"arms": [{"name": "dense", "call_ms": 1.0, "modules": []}]}))
-    with pytest.raises(InputError, match="profile.json: an arm lacks instrumented_ms; give JSON of solgen profile"):
-        bench_scaling([path], [2], Machine())
+    arm = report["arms"][0]
+    for broken in (
+        {"arms": [{key: arm[key] for key in arm if key != "instrumented_ms"}]},
+        {"arms": [arm | {"modules": []}]},
+        {"arms": [arm | {"modules": [{"name": row["name"]} for row in arm["modules"]]}]},
+        {"arms": ["dense"]},
+        {"facts": {"world size": 1}},
+        {"facts": [1]},
+        {"reports": [1]},
+        {"scaling": [{}]},
+    ):
+        path.write_text(json.dumps(report | broken))
+        with pytest.raises(InputError, match="profile.json is not JSON of solgen profile of this version"):
+            bench_scaling([path], [2], Machine())
 
 
 def test_a_profile_tells_its_heads(tmp_path: Path, report: dict) -> None:

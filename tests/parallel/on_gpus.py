@@ -37,5 +37,5 @@ def measure() -> dict[str, Any]:
 
 
 def rows(found: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Video and sound."""
+    """Video and sound in float64, on the CPU."""
     return [tensor.double().cpu() for tensor in found]

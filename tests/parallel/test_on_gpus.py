@@ -71,4 +71,4 @@ def test_a_killed_rank_frees_both_gpus(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "".join(capfd.readouterr()) == ""
     assert not any(Path("/proc", path.read_text()).exists() for path in tmp_path.iterdir())
     context = 2**28  # a rank's is larger
-    assert all(torch.cuda.mem_get_info(gpu)[0] > held - context for gpu, held in enumerate(free))
+    assert all(torch.cuda.mem_get_info(gpu)[0] > before - context for gpu, before in enumerate(free))

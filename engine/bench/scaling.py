@@ -185,7 +185,7 @@ def _is_profile(found: dict[str, Any]) -> bool:
         arms = [arm for profile in reports for arm in profile["arms"]]
         return (
             all(isinstance(profile["facts"][name], int) for profile in reports for name in ("rows", "world size"))
-            and all(ARM <= arm.keys() and READ <= {row["name"] for row in arm["modules"]} for arm in arms)
+            and all(arm.keys() >= ARM and {row["name"] for row in arm["modules"]} >= READ for arm in arms)
             and all({"ms", "calls", "part_of"} <= row.keys() for arm in arms for row in arm["modules"])
             and all({"arm", "gpus", "call_ms"} <= row.keys() for row in found.get("scaling", ()))
         )

@@ -24,6 +24,10 @@ SOLGEN=${SOLGEN:-$PYTHON -m solgen}
 counts() { if [[ $1 == *1080p15 ]]; then echo "$LARGE_GPUS"; else echo "$GPUS"; fi; }
 
 most=$(for size in $SIZES; do counts "$size"; done | tr , '\n' | sort -n | tail -n 1)
+if ((most < 2)); then
+    echo "error: this study compares numbers of GPUs; set GPUS and LARGE_GPUS, as GPUS=1,2" >&2
+    exit 1
+fi
 visible=$($PYTHON -c 'import torch; print(torch.cuda.device_count())')
 if ((visible && visible < most)); then
     echo "error: this study takes $most GPUs and $visible are visible; set GPUS and LARGE_GPUS, as GPUS=1,2" >&2

@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -134,6 +135,8 @@ def unwinding() -> Iterator[None]:
         return
 
     def unwind(number: int, frame: Any) -> None:
+        for other in ending:
+            signal.signal(other, signal.SIG_IGN)  # Ctrl-C and the agent's own signal come one after the other
         raise KeyboardInterrupt
 
     ending = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) == signal.SIG_DFL]
@@ -153,6 +156,7 @@ def _deaf_ranks() -> Iterator[None]:
     They inherit the mask of this thread; the signal reaches this process through another one, and Python raises
     KeyboardInterrupt here all the same.
     """
+    multiprocessing.resource_tracker.ensure_running()  # whose start would unblock the signal again
     done = threading.Event()
     hearing = threading.Thread(target=done.wait, daemon=True)
     hearing.start()

@@ -35,6 +35,11 @@ class World:
                 f"RANK={rank}, WORLD_SIZE={size} and LOCAL_RANK={local_rank} do not fit each other; "
                 "start ranks with torchrun"
             )
-        if int(size) > 1 and (missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]):
-            raise InputError(f"WORLD_SIZE={size}, but {missing[0]} is not set; start ranks with torchrun")
+        if int(size) > 1:
+            address, port = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+            if not (address and port.isdecimal() and 0 < int(port) < 2**16):
+                raise InputError(
+                    f"WORLD_SIZE={size}, but MASTER_ADDR={address} and MASTER_PORT={port} name no place to meet; "
+                    "start ranks with torchrun"
+                )
         return cls(int(rank), int(size), int(local_rank))

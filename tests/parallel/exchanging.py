@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from solgen.parallel.agree import joined
+from solgen.parallel.launch import unwinding
 from solgen.parallel.mesh import Mesh
 from solgen.parallel.ulysses import Ulysses
 from solgen.parallel.world import World
@@ -27,3 +28,15 @@ def lose(victim: int, pids: Path, device_type: str = "cpu") -> None:
                 (pids / str(world.rank)).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             ulysses.to_rows(ulysses.to_heads(rows)[0])
+
+
+def interrupted_twice(cleaned: str) -> None:
+    """Be ended by a second signal in the clean-up that the first one began; a rank ends by either at once."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    with unwinding():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            Path(cleaned).touch()

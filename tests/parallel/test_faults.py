@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,40 @@ def test_an_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
     wait_for_group(process.pid)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_ranks_import_is_told_once(tmp_path: Path) -> None:
+    command = [*COMMAND, "--steps", "1000", *SMALL, str(tmp_path / "clip.mp4")]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+        while len(ranks := ranks_of(process.pid)) < 2:
+            assert process.poll() is None
+        # Both import torch, for a second yet; none has taken the signal over.
+        blocked = [re.search(r"SigBlk:\s*(\w+)", Path("/proc", rank, "status").read_text()) for rank in ranks]
+        assert all(mask and int(mask[1], 16) & 1 << (signal.SIGINT - 1) for mask in blocked)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, out, err) == (130, "", "error: interrupted\n")
+    wait_for_group(process.pid)
+
+
+def ranks_of(agent: int) -> list[str]:
+    """Ranks that import torch, among the processes that a launch and its imports start and end."""
+    found = []
+    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        with suppress(OSError):
+            rank = Path("/proc", child)
+            if b"spawn_main" in (rank / "cmdline").read_bytes() and b"libc10" in (rank / "maps").read_bytes():
+                found.append(child)
+    return found
+
+
+def test_a_second_signal_does_not_end_the_clean_up(tmp_path: Path) -> None:
+    cleaned = tmp_path / "cleaned"
+    program = f"from tests.parallel.exchanging import interrupted_twice; interrupted_twice({str(cleaned)!r})"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == -signal.SIGINT
+    assert result.stderr.strip().endswith("KeyboardInterrupt")
+    assert cleaned.exists()
 
 
 def test_a_full_disk_ends_every_rank(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ def test_without_torchrun_the_process_is_alone() -> None:
 def test_torchrun_sets_rank_size_and_local_rank() -> None:
     environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert World.from_environment(environment) == World(rank=3, size=4, local_rank=1)
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        with pytest.raises(InputError, match=f"WORLD_SIZE=4, but {name} is not set; start ranks with torchrun"):
-            World.from_environment({key: value for key, value in environment.items() if key != name})
+    for name, value in (("MASTER_ADDR", ""), ("MASTER_PORT", ""), ("MASTER_PORT", "abc"), ("MASTER_PORT", "0")):
+        with pytest.raises(InputError, match=f"{name}={value}.* no place to meet; start ranks with torchrun"):
+            World.from_environment(environment | {name: value})
+    with pytest.raises(InputError, match="MASTER_ADDR= and MASTER_PORT= name no place"):
+        World.from_environment({"RANK": "3", "WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(
